@@ -23,7 +23,7 @@ from shardlib.mesh import within
 from shardlib.opspec import Args, Kwargs
 from shardlib.pipeline.flow import INPUT, Within
 from shardlib.pipeline.forward import (
-    CallRecord,
+    Calls,
     Output,
     OutputSpec,
     UnitCall,
@@ -42,18 +42,16 @@ class Cut:
     """The stages of one function on inputs of one shape.
 
     ``owner``   call -> its stage; calls without one are made by every stage.
-    ``needs``   of each stage, the outputs of earlier stages on which its results depend.
-    ``makes``   of each stage, its outputs that later stages need.
+    ``users``   each output that crosses -> the other stages whose results depend on it.
     ``params``  of each stage, the names of the parameters that it reads.
     ``draws``   random keys that a whole forward draws.
     ``result``  shapes and dtypes of the function's result.
     ``chain``   the first call of each block, with which a stage may begin -> its cost.
     """
 
-    calls: CallRecord
+    calls: Calls
     owner: Mapping[UnitCall, int]
-    needs: Sequence[Sequence[Output]]
-    makes: Sequence[Sequence[Output]]
+    users: Mapping[Output, Sequence[int]]
     params: Sequence[Sequence[str]]
     draws: int
     result: object
@@ -61,7 +59,7 @@ class Cut:
 
     @property
     def stages(self) -> int:
-        return len(self.needs)
+        return len(self.params)
 
     @property
     def begins(self) -> list[UnitCall]:
@@ -71,24 +69,26 @@ class Cut:
     @cached_property
     def _own(self) -> list[list[UnitCall]]:
         """List the calls of units of each stage."""
-        units = [c for c in self.calls.returned if "/" not in c.unit]
+        units = [c for c in self.calls if "/" not in c.unit]
         return [[c for c in units if self.owner.get(c) == s] for s in range(self.stages)]
+
+    @cached_property
+    def makes(self) -> list[list[Output]]:
+        """List the outputs of each stage that others need."""
+        rows = range(self.stages)
+        return [[k for k in self.users if self.owner[k.call] == s] for s in rows]
 
     @cached_property
     def expected(self) -> list[list[UnitCall]]:
         """List for each stage the calls of units up to the last that others need, or its last."""
-        order, rows = [*self.calls.returned], zip(self.makes, self._own, strict=True)
+        order, rows = [*self.calls], zip(self.makes, self._own, strict=True)
         last = [[k.call for k in row] or own[-1:] for row, own in rows]
         ends = [max(map(order.index, row), default=-1) for row in last]
         return [[c for c in order[: end + 1] if "/" not in c.unit] for end in ends]
 
     def spec(self, output: Output) -> OutputSpec:
         """Return shape and dtype of a tensor that crosses."""
-        return self.calls.returned[output.call].leaves[output.leaf]
-
-    def users(self, output: Output) -> list[int]:
-        """List the stages that need an output."""
-        return [s for s, needed in enumerate(self.needs) if output in needed]
+        return self.calls[output.call].leaves[output.leaf]
 
     def holders(self, name: str, ranks: Sequence[int]) -> list[int]:
         """List the ranks of the pipe axis whose stages read a parameter, by first stage.
@@ -113,32 +113,29 @@ def cut_of(
     ``stages``  how many, dealt so that the slowest takes as little time as possible; or the first
                 block of each, by name or as the call with which it begins.
     """
-    whole = WholeForward(CallRecord())
+    whole = WholeForward({})
     calls, flow, end = whole.calls, whole.flow, Output(UnitCall("the function's result", 0), 0)
     result, reads = _result_of(whole, f, params, inputs)
     chain = _chain(calls, flow.cost, blocks)
     owner = _owners(calls, _begins(calls, chain, blocks, stages))
     count = stages if isinstance(stages, int) else len(stages)
-    needs: list[list[Output]] = [[] for _ in range(count)]
-    makes: list[list[Output]] = [[] for _ in range(count)]
+    users: dict[Output, list[int]] = {}
     # name -> the stages whose results depend on it
     at: dict[Any, set[int]] = defaultdict(set, {end: {count - 1}})
     for k, names in reversed([*flow.crossings.items(), (end, reads)]):
-        users, s = at[k], owner.get(k.call)
-        if s is not None and users:
-            others = users - {s}
-            for user in others:
-                needs[user].insert(0, k)
-            if others:
-                makes[s].insert(0, k)
-            users = {s}
+        here, s = at[k], owner.get(k.call)
+        if s is not None and here:
+            if others := sorted(here - {s}):
+                users[k] = others
+            here = {s}
         for n in names:
-            at[n] |= users
-            if isinstance(n, Within) and n.call in owner and users - {owner[n.call]}:
+            at[n] |= here
+            if isinstance(n, Within) and n.call in owner and here - {owner[n.call]}:
                 what = f"a tensor that {n.call} made or wrote to, and did not return"
                 raise _error(f"{k.call} depends on {what}")
     read = [[n for n in params if s in at[n]] for s in range(count)]
-    return Cut(calls, owner, needs, makes, read, whole.drawn, result, chain)
+    users = dict(reversed(users.items()))
+    return Cut(calls, owner, users, read, whole.drawn, result, chain)
 
 
 def _result_of(
@@ -164,22 +161,22 @@ def _result_of(
     return out, whole.flow.of(ends)
 
 
-def _chain(calls: CallRecord, cost: float, blocks: Sequence[str]) -> dict[UnitCall, float]:
+def _chain(calls: Calls, cost: float, blocks: Sequence[str]) -> dict[UnitCall, float]:
     """Return the calls with which a stage may begin, with their costs up to the next one."""
-    at = [c for c in calls.returned if c.unit in blocks and c not in calls.free]
+    at = [c for c in calls if c.unit in blocks and not calls[c].free]
     if not at:
         raise _error(
             f"no block of {', '.join(blocks) or 'the module'} was called on what depends on "
             "parameters; blocks that are skipped at random, as by LayerDrop, are not cut"
         )
     # what is before the first block belongs to its stage, and what follows a block to the block's
-    ends = [0.0, *(calls.returned[c].began for c in at[1:]), cost]
+    ends = [0.0, *(calls[c].began for c in at[1:]), cost]
     costs = [after - before for before, after in pairwise(ends)]
     return dict(zip(at, costs if any(costs) else [1.0] * len(at), strict=True))
 
 
 def _begins(
-    calls: CallRecord, chain: Mapping[UnitCall, float], blocks: Sequence[str],
+    calls: Calls, chain: Mapping[UnitCall, float], blocks: Sequence[str],
     stages: int | Sequence[str | UnitCall],
 ) -> dict[UnitCall, int]:  # fmt: skip
     """Return a call -> the stage that begins there, but for the first."""
@@ -188,24 +185,22 @@ def _begins(
         return {at[i]: s for s, i in enumerate(dealt([*chain.values()], stages)) if s}
     first = [UnitCall(c, 0) if isinstance(c, str) else c for c in stages]
     for c in first[1:]:
-        if c not in calls.returned:
+        if c not in calls:
             why = f"cut: no block {str(c)!r} is called"
             fix = f"sl.Stages('pipe', cut={list(blocks)[: len(stages)]})"
             raise ShardError(why, op="parallelize", fix=fix)
     return {c: s for s, c in enumerate(first) if s}
 
 
-def _owners(calls: CallRecord, begins: Mapping[UnitCall, int]) -> dict[UnitCall, int]:
+def _owners(calls: Calls, begins: Mapping[UnitCall, int]) -> dict[UnitCall, int]:
     """Deal the calls to stages; a unit between two blocks goes with the block before it."""
     owner: dict[UnitCall, int] = {}
     stage = 0
-    for c in calls.returned:
+    for c, returned in calls.items():
         stage = begins.get(c, stage)
-        owner[c] = stage
-    for around, rows in calls.inner.items():
-        owner.update({inner: owner[around] for _, inner in rows})
-    for c in calls.free:
-        owner.pop(c, None)
+        owner.update(dict.fromkeys([c, *(inner for _, inner in returned.inner)], stage))
+        if returned.free:
+            del owner[c]
     empty = set(range(stage + 1)) - set(owner.values())
     if empty:
         raise _error(f"stage {min(empty)} has no call that depends on parameters")

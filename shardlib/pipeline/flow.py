@@ -33,7 +33,7 @@ _FILLS = frozenset(
 class Within(NamedTuple):
     """Name of what a call makes of inputs, or writes to: other calls get its results alone."""
 
-    call: Hashable
+    call: Any
 
 
 class Dependences(DispatchMode):  # type: ignore[misc, valid-type]

@@ -7,7 +7,7 @@ computes depends on them.  The run is broken off once all that other stages need
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, is_dataclass, replace
 from functools import partial
@@ -123,12 +123,20 @@ class Returned(NamedTuple):
 
     ``draws``  random keys that the forward had drawn before the call, and after it.
     ``began``  the cost of the forward before the call.
+    ``inner``  calls of its submodules whose hooks take outputs (path, call), as transformers
+               collects hidden states and router logits.
+    ``free``   whether it depends on no parameter: every stage makes such a call.
     """
 
     leaves: tuple[Any, ...]
     tree: Any
     draws: tuple[int, int] = (0, 0)
     began: float = 0.0
+    inner: Sequence[tuple[str, UnitCall]] = ()
+    free: bool = False
+
+
+Calls = dict[UnitCall, Returned]
 
 
 class AllSent(BaseException):
@@ -136,30 +144,18 @@ class AllSent(BaseException):
 
 
 @dataclass(eq=False)
-class CallRecord:
-    """Calls in a forward, of units and of what they call, in order, and what each returns.
-
-    ``inner``  for a call, those of its submodules whose hooks take outputs (path, call), as
-               transformers collects hidden states and router logits.
-    ``free``   calls that depend on no parameter: every stage makes them.
-    """
-
-    returned: dict[UnitCall, Returned] = field(default_factory=dict)
-    inner: dict[UnitCall, list[tuple[str, UnitCall]]] = field(default_factory=dict)
-    free: set[UnitCall] = field(default_factory=set)
-
-
-@dataclass(eq=False)
 class UnitForward:
     """State of one run: how often each unit was called.
 
+    ``calls``     of units, and of submodules in ``Returned.inner``, in order.
     ``pipeline``  the module with stages that it runs, if it is known: no other is called.
+    ``blocks``    runs it on blocks, which are whole on the one rank of a stage, see apply.py.
     """
 
-    calls: CallRecord
+    calls: Calls
     pipeline: object = None
     turns: dict[str, int] = field(default_factory=dict)
-    blocks = None
+    blocks: Callable[..., Any] | None = None
 
     def next_call(self, unit: str) -> UnitCall:
         turn = self.turns[unit] = self.turns.get(unit, -1) + 1
@@ -229,7 +225,8 @@ class WholeForward(UnitForward):
     ) -> Any:
         call = self.next_call(unit)
         before, began = self.drawn, self.flow.cost
-        with _hooked(m, partial(self._took, call)), self.flow.call(call):
+        inner: list[tuple[str, UnitCall]] = []
+        with _hooked(m, partial(self._took, unit, inner)), self.flow.call(call):
             given = Views([*args, *kwargs.values()])
             out = forward(*map(given.of, args), **{k: given.of(x) for k, x in kwargs.items()})
             if isinstance(out, Tensor):
@@ -238,24 +235,22 @@ class WholeForward(UnitForward):
                 out = type(out)(map(Views(out).of, out))
             for x in given.written():
                 self.flow.write(x)
-        self._note(call, out, (before, self.drawn), began)
         raws = [block_of_output(x) for x in tree_flatten(out)[0] if isinstance(x, Tensor)]
-        if not any(x.requires_grad or self.flow.reaches(x) for x in raws):
-            self.calls.free.add(call)
+        free = not any(x.requires_grad or self.flow.reaches(x) for x in raws)
+        self._note(call, out, (before, self.drawn), began, inner, free)
         return out
 
     def region(self) -> Callable[[], UnitForward]:
-        return lambda: WholeForward(CallRecord())
+        return lambda: WholeForward({})
 
-    def _took(self, around: UnitCall, path: str, m: nn.Module, args: Any, out: Any) -> None:
-        call = self.next_call(f"{around.unit}/{path}")
-        self._note(call, out)
-        self.calls.inner.setdefault(around, []).append((path, call))
+    def _took(self, unit: str, inner: list[Any], path: str, m: Any, args: Any, out: Any) -> None:
+        inner.append((path, self.next_call(f"{unit}/{path}")))
+        self._note(inner[-1][1], out)
 
-    def _note(self, call: UnitCall, out: Any, *before: Any) -> None:
+    def _note(self, call: UnitCall, out: Any, *more: Any) -> None:
         leaves, tree = tree_flatten(out)
         refuse_unregistered(call, leaves)
-        self.calls.returned[call] = Returned(tuple(map(spec_of, leaves)), tree, *before)
+        self.calls[call] = Returned(tuple(map(spec_of, leaves)), tree, *more)
         for i, x in enumerate(leaves):
             if isinstance(x, Tensor):
                 self.flow.cross(raw_of(x), Output(call, i))
@@ -281,7 +276,6 @@ class StageForward(UnitForward):
     ``draws``   the random keys of this run, which follow the whole forward's.
     ``ghosts``  the ghosts' memory, by shape and dtype: all share it, and it may be written to.
     ``copies``  whether copies of what was received are handed out.
-    ``blocks``  runs the module on blocks, which are whole on the one rank of a stage, see apply.py.
     """
 
     mesh: Mesh
@@ -294,22 +288,19 @@ class StageForward(UnitForward):
     drawn: int = 0
     ghosts: dict[Any, Tensor] = field(default_factory=dict)
     copies: bool = False
-    blocks: Callable[..., Any] | None = None
 
     def call(
         self, unit: str, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         call = self.next_call(unit)
-        returned = self.calls.returned.get(call)
-        if returned is None:
+        if (returned := self.calls.get(call)) is None:
             why = f"{call} was not called when the stages were cut"
             fix = "module.eval()  # blocks that are skipped at random, as by LayerDrop, are not cut"
             raise Unsupported(why, op="apply", mesh=self.mesh, fix=fix)
         if self.draws is not None:
             self.draws.go_to(returned.draws[0])
         if self.owner.get(call, self.number) == self.number:
-            took = partial(self._took, call)
-            with _hooked(m, took) if call in self.calls.inner else nullcontext():
+            with _hooked(m, partial(self._took, unit)) if returned.inner else nullcontext():
                 out = forward(*args, **kwargs)
             self._keep(call, out)
         else:
@@ -330,8 +321,8 @@ class StageForward(UnitForward):
 
         return again
 
-    def _took(self, around: UnitCall, path: str, m: nn.Module, args: Any, out: Any) -> None:
-        self._keep(self.next_call(f"{around.unit}/{path}"), out, last=False)
+    def _took(self, unit: str, path: str, m: nn.Module, args: Any, out: Any) -> None:
+        self._keep(self.next_call(f"{unit}/{path}"), out, last=False)
 
     def _keep(self, call: UnitCall, out: Any, last: bool = True) -> None:
         """Keep the wanted outputs of a call; break the run off if all of them are there."""
@@ -346,8 +337,8 @@ class StageForward(UnitForward):
 
     def _left_out(self, call: UnitCall, m: nn.Module, returned: Returned) -> Any:
         """Return the result of a call of another stage, and give its submodules' hooks theirs."""
-        for path, inner in self.calls.inner.get(call, ()):
-            sub, out = m.get_submodule(path), self._result(inner, self.calls.returned[inner])
+        for path, inner in returned.inner:
+            sub, out = m.get_submodule(path), self._result(inner, self.calls[inner])
             self.turns[inner.unit] = inner.turn
             unsent = _Unsent()
             unsent.call = inner
@@ -367,11 +358,11 @@ class StageForward(UnitForward):
         if not isinstance(spec, OutputSpec):
             return spec
         # the shape of a block, from its layout, is computed once for each output
-        if (ghost := self.ghosts.get((self.calls, output))) is None:
+        if (ghost := self.ghosts.get(id(spec))) is None:
             key = block, _ = spec.block(self.mesh), spec.dtype
             if key not in self.ghosts:
                 self.ghosts[key] = nan(spec.dtype, self.mesh).repeat(block)
-            ghost = self.ghosts[self.calls, output] = self.ghosts[key]
+            ghost = self.ghosts[id(spec)] = self.ghosts[key]
         raw = ghost.detach()
         return raw if self.blocks else spec.value(raw, self.mesh)
 

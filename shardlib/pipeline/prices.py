@@ -120,7 +120,7 @@ class _PaperStep(PipelineStep):
         found = {kind: cost for (kind, at), cost in self.costs.items() if at == s}
         sends: dict[int, int] = defaultdict(int)
         for kind in "FB":
-            for label, to in self.traffic.sends(Action(kind, s, 0)):
+            for label, to in self.traffic.sends[Action(kind, s, 0)]:
                 if self.ranks[to] != self.ranks[s]:
                     sends[to] += self.cuts[0].spec(label.output).nbytes(self.inner)
         return StageCost(
@@ -189,7 +189,7 @@ def explained(
         table,
         lambda a: stages[a.stage].seconds[a.kind],
         lambda source, to: links[step.axis].seconds(stages[source].sends.get(to, 0)),
-        {s: sorted({cuts[0].owner[k.call] for k in cuts[0].needs[s]}) for s in range(table.stages)},
+        {s: {t for _, t in step.traffic.receives[Action("F", s, 0)]} for s in range(table.stages)},
     )
     with trace() as sent:
         step.count()

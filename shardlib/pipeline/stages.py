@@ -5,6 +5,7 @@ that was cut: which rank runs which stage, and the cut of each function of it, k
 its inputs.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -42,7 +43,7 @@ from shardlib.pipeline.schedules import (
     schedule,
 )
 from shardlib.pipeline.step import PipelineStep, Traffic
-from shardlib.pipeline.units import Fitting, blocks_of, units_of
+from shardlib.pipeline.units import blocks_of, fitting, units_of
 from shardlib.planning.cluster import Cluster, cluster_of
 from shardlib.planning.constant_folding import Answers, Known
 from shardlib.planning.explain import Inputs, call_of_stages, on_paper
@@ -128,25 +129,21 @@ class Stages:
         known = dict(module.named_modules())
         for n in names:
             if n not in known:
-                why = f"blocks: {type(module).__name__} has no submodule {n!r}"
-                raise _error(
-                    why, "sl.Stages('pipe', blocks=[n for n, _ in model.named_children()])"
-                )
+                fix = "sl.Stages('pipe', blocks=[n for n, _ in model.named_children()])"
+                raise _error(f"blocks: {type(module).__name__} has no submodule {n!r}", fix)
         if not names:
             why = f"{type(module).__name__} has no list of alike modules to cut between"
             raise _error(why, "sl.Stages('pipe', blocks=['encoder', 'decoder'])")
         return names
 
-    def _count(self, placed_on_ranks: int) -> int | Sequence[str]:
-        """Return the number of stages, or their first blocks.  Raises: ShardError."""
+    def _count(self, number: int) -> int | Sequence[str]:
+        """Return the number of stages, or their first blocks; ``number``: as many as are placed."""
         if self.cut == "auto":
-            return placed_on_ranks
+            return number
         count = self.cut if isinstance(self.cut, int) else len(self.cut)
-        if isinstance(self.cut, str) or count != placed_on_ranks:
-            why = (
-                f"cut={self.cut!r} does not give the {placed_on_ranks} stages of {self.schedule!r}"
-            )
-            raise _error(why, f"sl.Stages({self.axis!r}, cut={placed_on_ranks})")
+        if isinstance(self.cut, str) or count != number:
+            why = f"cut={self.cut!r} does not give the {number} stages of {self.schedule!r}"
+            raise _error(why, f"sl.Stages({self.axis!r}, cut={number})")
         return self.cut
 
 
@@ -216,8 +213,6 @@ class Pipeline:
         """Return the bytes of one rank's block of a parameter's gradient."""
         x = self.whole[name]
         return x.raw.numel() * wider(x.dtype).itemsize
-
-    # ------------------------------------------------------------ cuts
 
     def first_cut(
         self, module: nn.Module, rules: Rules, given: Mapping[str, Any],
@@ -290,11 +285,15 @@ class Pipeline:
             raise _error(why, mine)
         batch = MicroBatches(*called_with(how.example), 1, stage=self.inner)
         priced = partial(self._priced, f, batch, (None, cluster_of("h100"), False))
-        blocks, chain = _fitting(self.first, priced, self._table(2 * size))
-        if found := chain.within(memory):
-            return [blocks[i] for i in found]
-        found, held = chain.least()
-        most, at = max(held), ", ".join(str(blocks[i]) for i in found)
+        within = _fitting(self.first, priced, self._table(2 * size))
+        found, held = within(memory)
+        if found:
+            return found
+        more = within(math.inf)
+        while more[0]:
+            found, held = more
+            more = within(max(held) - 1)
+        most, at = max(held), ", ".join(map(str, found))
         why = (
             f"every cut holds more than {memory:,.0f} B; the least is {most:,} B, of stage "
             f"{held.index(most)} where stages begin at {at}"
@@ -307,14 +306,13 @@ class Pipeline:
     ) -> tuple[Cut, PipelineExplanation]:  # fmt: skip
         """Cut a function where stages begin; explain a step whose micro-batches are cut so."""
         cut, _ = self._cut(f, self.paper, self.whole, begins, *batch[0])
-        return cut, self.explained(f, batch, *how, table, [cut] * table.micros)
+        return cut, self.explained(f, batch, *how, table=table, cuts=[cut] * table.micros)
 
     def _refuse_unheld(self, cut: Cut) -> None:
         """Refuse a function in which a stage reads a parameter that its rank does not hold."""
-        for name in self.whole:
-            more = set(cut.holders(name, self.ranks)) - set(self.first.holders(name, self.ranks))
-            if more and any(name in read for read in cut.params):
-                where = f"{self.stages.axis}={min(more)}"
+        for rank, read in zip(self.ranks, cut.params, strict=True):
+            for name in (n for n in read if rank not in self.first.holders(n, self.ranks)):
+                where = f"{self.stages.axis}={rank}"
                 why = f"the function reads {name!r} at {where}, and the module does not"
                 fix = "loss = lambda params, *batch: apply(params, *batch).mean()"
                 raise ShardError(why, op="value_and_grad", mesh=self.mesh, fix=fix)
@@ -326,16 +324,12 @@ class Pipeline:
         with _drafted(paper, args, kwargs) as (known, inputs):
             return cut_of(f, params, inputs, self.blocks, stages), known.answers
 
-    # ------------------------------------------------------------ runs
-
     def _table(self, micros: int) -> PipelineSchedule:
         """Return the schedule of so many micro-batches.  Raises: ShardError for other ranks."""
         name, axis = self.stages.schedule, self.stages.axis
         table = schedule(name, self.mesh.axes[axis], micros, self.stages.per_rank)
         if table.ranks != tuple(self.ranks):
-            why = (
-                f"{name!r} was registered anew, with stages on other ranks than when they were cut"
-            )
+            why = f"{name!r} was registered anew, with stages on other ranks than in the cut"
             fix = f"sl.parallelize(module, rules, stages=sl.Stages({axis!r}, schedule={name!r}))"
             raise ShardError(why, op="value_and_grad", mesh=self.mesh, fix=fix)
         return table
@@ -399,12 +393,10 @@ class Pipeline:
                 continue
             begins[table.stages], found[how_text] = cut.begins, said
             verdicts.append((other, said.summary(memory)))
-            if said.peak > memory and v == 1:
-                blocks, chain = _fitting(cut, priced, table)
-                if at := [blocks[i] for i in chain.within(memory)]:
-                    names = [str(c) for c in at]
-                    found[f"cut={names}, {how_text}"] = said = priced(table, at)[1]
-                    verdicts.append((f"{other} cut at {', '.join(names)}", said.summary(memory)))
+            if said.peak > memory and v == 1 and (at := _fitting(cut, priced, table)(memory)[0]):
+                names = [str(c) for c in at]
+                found[f"cut={names}, {how_text}"] = said = priced(table, at)[1]
+                verdicts.append((f"{other} cut at {', '.join(names)}", said.summary(memory)))
         notes = [f"{n} stages begin at {', '.join(map(str, c))}" for n, c in begins.items()]
         fits = [text for text, x in found.items() if x.peak <= memory]
         best = min(fits, key=lambda text: found[text].seconds, default=None)
@@ -434,15 +426,14 @@ class Pipeline:
 
 def _fitting(
     cut: Cut, priced: Callable[..., tuple[Cut, PipelineExplanation]], table: PipelineSchedule
-) -> tuple[Sequence[UnitCall], Fitting]:
-    """Return the calls with which stages may begin, and the search of where they do."""
-    blocks = [*cut.chain]
+) -> Callable[[float], tuple[list[UnitCall], list[int]]]:
+    """Return the search of the calls with which stages begin within a memory."""
 
-    def peaks(begins: Sequence[int]) -> list[int]:
-        places = priced(table, [blocks[i] for i in begins])[1].places
+    def peaks(begins: Sequence[UnitCall]) -> list[int]:
+        places = priced(table, begins)[1].places
         return [places[r].peak for r in table.ranks]
 
-    return blocks, Fitting([*cut.chain.values()], table.stages, peaks)
+    return fitting(cut.chain, table.stages, peaks)
 
 
 @case_of("pipeline")

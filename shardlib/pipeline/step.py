@@ -9,7 +9,6 @@ from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
-from functools import cache, partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -82,31 +81,28 @@ class Traffic:
         self, cuts: Sequence[Cut], table: PipelineSchedule, inner: Mesh, here: Container[int]
     ) -> None:
         self.cuts, self.table = cuts, table
-        self.receives = cache(partial(self._messages, False))
-        self.sends = cache(partial(self._messages, True))
         self.actions = [*timeline(table).begins]
         self.train = any(a.kind != "F" for a in self.actions)
         self.split = any(a.kind == "I" for a in self.actions)
+        self.sends: dict[Action, list[tuple[Crossing, int]]] = defaultdict(list)
+        self.receives: dict[Action, list[tuple[Crossing, int]]] = defaultdict(list)
+        for micro, cut in enumerate(cuts):
+            for output, user in ((k, user) for k, users in cut.users.items() for user in users):
+                maker = cut.owner[output.call]
+                ways = [("F", maker, user)] + [("BI", user, maker)] * cut.spec(output).grad
+                for kinds, source, target in ways:
+                    label = Crossing(kinds[0], output, micro, user)
+                    for kind in kinds:
+                        self.sends[Action(kind, source, micro)].append((label, target))
+                        self.receives[Action(kind, target, micro)].append((label, source))
         self.between: dict[tuple[int, int], list[Message]] = defaultdict(list)
         for a in self.actions:
-            for label, stage in self.sends(a):
+            for label, stage in self.sends[a]:
                 spec = cuts[a.micro].spec(label.output)
                 message = Message(label, spec.block(inner), spec.dtype)
                 self.between[table.ranks[a.stage], table.ranks[stage]].append(message)
         self.own = [a for a in self.actions if table.ranks[a.stage] in here]
         self.ends = last_gradients(self.own, cuts)
-
-    def _messages(self, sends: bool, a: Action) -> list[tuple[Crossing, int]]:
-        if a.kind == "W":
-            return []
-        cut, forward = self.cuts[a.micro], a.kind == "F"
-        crossing = partial(Crossing, "F" if forward else "B")
-        if sends == forward:
-            # outputs go to their users, and gradients come from them
-            made = [k for k in cut.makes[a.stage] if forward or cut.spec(k).grad]
-            return [(crossing(k, a.micro, u), u) for k in made for u in cut.users(k)]
-        needed = [k for k in cut.needs[a.stage] if forward or cut.spec(k).grad]
-        return [(crossing(k, a.micro, a.stage), cut.owner[k.call]) for k in needed]
 
 
 def last_gradients(actions: Iterable[Action], cuts: Sequence[Cut]) -> dict[Action, list[str]]:
@@ -160,7 +156,7 @@ class PipelineStep:
             for i, action in enumerate(self.traffic.own):
                 # the next action's receives are posted before this one computes
                 for coming in self.traffic.own[i : i + 2]:
-                    for label, source in self.traffic.receives(coming):
+                    for label, source in self.traffic.receives[coming]:
                         self.messages.expect(label, self.ranks[source])
                 do(action)
         if self.train and self.real:
@@ -181,8 +177,6 @@ class PipelineStep:
         again = self.draws or self.pipeline.apply.remat
         on_values = self.pipeline.on_values or hasattr(self.sums.params, "opened")
         return self.real and self.inner.size == 1 and not (watched or again or on_values)
-
-    # ------------------------------------------------------------ messages
 
     def _coming(self, rank: int, to: int) -> Iterator[Message]:
         """List the messages from a rank to another, in the order in which it sends them."""
@@ -215,15 +209,13 @@ class PipelineStep:
         if not (traces := scope().listeners.traces):
             return
         for a in self.traffic.actions:
-            for label, stage in self.traffic.sends(a):
+            for label, stage in self.traffic.sends[a]:
                 if self.ranks[stage] != self.ranks[a.stage]:
-                    n = self.cuts[a.micro].spec(label[1]).nbytes(self.inner)
+                    n = self.cuts[a.micro].spec(label.output).nbytes(self.inner)
                     note(traces, "send", (self.axis,), n, self.table.size, 1)
         for name, ranks in self.tied.items():
             n, sends = self.pipeline.nbytes(name), len(ranks) * (len(ranks) - 1)
             note(traces, "send", (self.axis,), n * sends, self.table.size, sends)
-
-    # ------------------------------------------------------------ actions
 
     def _do(self, a: Action) -> None:
         doing = {"F": self._forward, "W": self._weights}.get(a.kind, self._backward)
@@ -238,15 +230,13 @@ class PipelineStep:
 
     def _ended(self, a: Action) -> list[int]:
         """List the leaves of which an action makes the last gradients, but those that ranks add up."""
-        names = self.traffic.ends.get(a, ())
-        tied = self.tied if self.real else ()
-        number = self.sums.number if names and not self.sums.parts else {}
-        done = (number.get(n) for n in names if n not in tied)
+        names = () if self.sums.parts else self.traffic.ends.get(a, ())
+        done = (self.sums.number.get(n) for n in names if not (self.real and n in self.tied))
         return [i for i in done if i is not None]
 
     def _recorded(self, a: Action) -> None:
         """Do an action; in timelines it begins when its messages are there."""
-        for label, _ in self.traffic.receives(a):
+        for label, _ in self.traffic.receives[a]:
             self.messages.here[label] = self.messages.take(label)
         about: Any = {
             "module": self.cuts[a.micro].named(a.stage), "type": self.table.name,
@@ -260,10 +250,8 @@ class PipelineStep:
     def _failed(self, a: Action, e: Exception) -> StageFailed:
         part = {"F": "forward", "W": "gradients of weights"}.get(a.kind, "backward")
         text = (str(e) or type(e).__name__).splitlines()[0]
-        why = (
-            f"stage {a.stage} ({self.cuts[a.micro].named(a.stage)}), {part} of micro-batch {a.micro}: "
-            f"{type(e).__name__}: {text}"
-        )
+        where = f"stage {a.stage} ({self.cuts[a.micro].named(a.stage)})"
+        why = f"{where}, {part} of micro-batch {a.micro}: {type(e).__name__}: {text}"
         fix = getattr(e, "fix", None) or "sl.value_and_grad(loss, microbatches=1)  # to look at one"
         failed = StageFailed(why, op="value_and_grad", mesh=self.mesh, fix=fix)
         if self.real and (job := current_job()) is not None:
@@ -272,7 +260,7 @@ class PipelineStep:
         return failed
 
     def _forward(self, a: Action) -> None:
-        raws = {label[1]: self.messages.take(label) for label, _ in self.traffic.receives(a)}
+        raws = {label.output: self.messages.take(label) for label, _ in self.traffic.receives[a]}
         versions = [x._version for x in raws.values()]
         try:
             kept = self._run_stage(a, raws)
@@ -285,8 +273,8 @@ class PipelineStep:
             self.pipeline.on_values = True
         if self.train:
             self.kept[a.stage, a.micro] = kept
-        for label, user in self.traffic.sends(a):
-            self.messages.send(label, kept.made[label[1]].detach(), self.ranks[user])
+        for label, user in self.traffic.sends[a]:
+            self.messages.send(label, kept.made[label.output].detach(), self.ranks[user])
 
     def _run_stage(self, a: Action, raws: dict[Output, Tensor]) -> Forwarded:
         """Run the function on one stage, with the blocks that it received."""
@@ -340,7 +328,7 @@ class PipelineStep:
     def _backward(self, a: Action) -> None:
         kept = self.kept[a.stage, a.micro]
         cotangents: dict[Output, Tensor] = {}
-        for label, user in self.traffic.receives(a):
+        for label, user in self.traffic.receives[a]:
             g, k = self.messages.take(label), label.output
             self.messages.answered(label._replace(direction="F"), self.ranks[user])
             cotangents[k] = cotangents[k] + g if k in cotangents else g
@@ -354,8 +342,8 @@ class PipelineStep:
         if ends:
             with within(later=later) if split else nullcontext():
                 self.sums.backward(kept.leaves, ends, grads, [*kept.received.values()], split)
-        for label, source in self.traffic.sends(a):
-            x = kept.received[label[1]]
+        for label, source in self.traffic.sends[a]:
+            x = kept.received[label.output]
             g = torch.zeros_like(x) if x.grad is None else x.grad
             self.messages.send(label, g, self.ranks[source])
         if split:
@@ -370,8 +358,6 @@ class PipelineStep:
         edges, grads = kept.later.run()
         if edges:
             self.sums.backward(kept.leaves, edges, grads)
-
-    # ------------------------------------------------------------ results
 
     def _everywhere(self, x: Any, like: Any) -> Any:
         """Return a value of the last stage on every rank; ``like``: the value on shapes.

@@ -32,7 +32,7 @@ def test_stages_get_what_they_need_and_nothing_else() -> None:
     with sl.simulate(pipe=4):
         apply, _ = sl.parallelize(_Skips(), [("*", "...")], stages=sl.Stages("pipe"))
     cut = apply.stages.first
-    crossing = [[str(k.call) for k in row] for row in cut.needs]
+    crossing = [[str(k.call) for k, to in cut.users.items() if s in to] for s in range(4)]
     assert crossing == [[], ["blocks.0"], ["blocks.1"], ["embed", "blocks.3"]]
     held = [sorted({n.split(".")[1] for n in row if "blocks" in n}) for row in cut.params]
     assert held == [["0"], ["1"], ["2", "3"], ["3"]]
