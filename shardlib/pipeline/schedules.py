@@ -387,13 +387,7 @@ def timeline(
     >>> round(found.bubble, 3), found.seconds, found.in_flight
     (0.111, 27.0, (4, 4, 4, 4))
     """
-    if needs is None:
-        needs = {t: [t - 1] for t in range(1, s.stages)}
-    # kind -> stage -> the stages from which it receives results of this kind
-    takes: dict[str, dict[int, list[int]]] = {k: defaultdict(list) for k in "FIW"}
-    for t, source in ((t, source) for t, sources in needs.items() for source in sources):
-        takes["F"][t].append(source)
-        takes["I"][source].append(t)
+    takes = _sources({t: [t - 1] for t in range(1, s.stages)} if needs is None else needs)
     gives = {"F": takes["I"], "I": takes["F"], "W": takes["W"]}
 
     def before(a: Action) -> Row:
@@ -428,6 +422,16 @@ def timeline(
         raise _refused(f"{s.name} does not end: {', '.join(stuck)} wait for each other")
     busy = tuple(sum(cost(a) for a in row) for row in s.tables)
     return PipelineTimeline(begins, ends, busy, tuple(s.held(r) for r in range(s.size)))
+
+
+def _sources(needs: Needs) -> dict[str, dict[int, list[int]]]:
+    """Return kind -> stage -> the stages from which it receives results of this kind."""
+    found: dict[str, dict[int, list[int]]] = {k: defaultdict(list) for k in "FIW"}
+    for t, sources in needs.items():
+        for source in sources:
+            found["F"][t].append(source)
+            found["I"][source].append(t)
+    return found
 
 
 def _result(a: Action) -> Action:
