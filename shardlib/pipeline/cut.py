@@ -7,7 +7,7 @@ stage can make itself are no special cases.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -116,8 +116,13 @@ def cut_of(
     whole = WholeForward({})
     calls, flow, end = whole.calls, whole.flow, Output(UnitCall("the function's result", 0), 0)
     result, reads = _result_of(whole, f, params, inputs)
-    chain = _chain(calls, flow.cost, blocks)
-    owner = _owners(calls, _begins(calls, chain, blocks, stages))
+    # parameters, and outputs and calls that depend on them: each stage makes the others itself
+    bound: set[Any] = {*params}
+    for k, names in flow.crossings.items():
+        if not names.isdisjoint(bound):
+            bound |= {k, k.call}
+    chain = _chain(calls, flow.cost, blocks, bound)
+    owner = _owners(calls, _begins(calls, chain, blocks, stages), bound)
     count = stages if isinstance(stages, int) else len(stages)
     users: dict[Output, list[int]] = {}
     # name -> the stages whose results depend on it
@@ -161,9 +166,11 @@ def _result_of(
     return out, whole.flow.of(ends)
 
 
-def _chain(calls: Calls, cost: float, blocks: Sequence[str]) -> dict[UnitCall, float]:
+def _chain(
+    calls: Calls, cost: float, blocks: Sequence[str], bound: Container[Any]
+) -> dict[UnitCall, float]:
     """Return the calls with which a stage may begin, with their costs up to the next one."""
-    at = [c for c in calls if c.unit in blocks and not calls[c].free]
+    at = [c for c in calls if c.unit in blocks and c in bound]
     if not at:
         raise _error(
             f"no block of {', '.join(blocks) or 'the module'} was called on what depends on "
@@ -192,14 +199,16 @@ def _begins(
     return {c: s for s, c in enumerate(first) if s}
 
 
-def _owners(calls: Calls, begins: Mapping[UnitCall, int]) -> dict[UnitCall, int]:
+def _owners(
+    calls: Calls, begins: Mapping[UnitCall, int], bound: Container[Any]
+) -> dict[UnitCall, int]:
     """Deal the calls to stages; a unit between two blocks goes with the block before it."""
     owner: dict[UnitCall, int] = {}
     stage = 0
     for c, returned in calls.items():
         stage = begins.get(c, stage)
         owner.update(dict.fromkeys([c, *(inner for _, inner in returned.inner)], stage))
-        if returned.free:
+        if c not in bound:
             del owner[c]
     empty = set(range(stage + 1)) - set(owner.values())
     if empty:

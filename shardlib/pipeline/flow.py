@@ -58,8 +58,6 @@ class Dependences(DispatchMode):  # type: ignore[misc, valid-type]
         self.names: dict[int, Names] = {}
         # names that a tensor, or a node of autograd, was given
         self.given: dict[Hashable, Names] = {}
-        # of parameters, and of what depends on them
-        self.bound: set[Hashable] = set()
         self.crossings: dict[Any, Names] = {}
         # of the call that is open
         self.within: Names = frozenset()
@@ -80,19 +78,15 @@ class Dependences(DispatchMode):  # type: ignore[misc, valid-type]
         """
         self.given[x._cdata] = frozenset([name])
         self.write(x, self.given[x._cdata])
-        self.bound |= {name} - {INPUT}
 
     def cross(self, x: Tensor, name: Hashable) -> None:
         """Name a result of a call: what is computed from it depends on this name alone."""
         self.crossings[name] = self.of([x])
-        if x.requires_grad or self.reaches(x):
-            self.bound.add(name)
-        at = x._cdata
         self.alive.append(x)
-        self.given[at] = self.given.get(at, frozenset()) | {name}
+        for at in {x._cdata, x.grad_fn} - {None}:
+            self.given[at] = self.given.get(at, frozenset()) | {name}
+        at = x._cdata
         self.names[at] = self.given[at] | (self.names.get(at, frozenset()) & {INPUT})
-        if x.grad_fn is not None:
-            self.given[x.grad_fn] = self.given.get(x.grad_fn, frozenset()) | {name}
         if x._base is not None and x._base.grad_fn is not None:
             # the graph of a view that is written to leads past the view's node
             self.given.setdefault(x._base.grad_fn, frozenset([name]))
@@ -112,10 +106,6 @@ class Dependences(DispatchMode):  # type: ignore[misc, valid-type]
             self.alive.append(x)
         names |= self.names.get(x._cdata, frozenset())
         self.names[x._cdata] = names | (self.within if INPUT in names else frozenset())
-
-    def reaches(self, x: Tensor) -> bool:
-        """Check whether a tensor was computed from a parameter, as data."""
-        return not self.bound.isdisjoint(self.names.get(x._cdata, ()))
 
     def of(self, results: Iterable[Tensor]) -> Names:
         """Return the names on which any of these results depends, inputs excepted.

@@ -6,7 +6,6 @@ computes depends on them.  The run is broken off once all that other stages need
 ``WholeForward`` runs every unit and records the calls, on shapes alone.
 """
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, is_dataclass, replace
@@ -45,29 +44,25 @@ class Output(NamedTuple):
 
 
 class OutputSpec(NamedTuple):
-    """Shape and dtype of an output; ``place`` None: a plain tensor, the same on every rank.
+    """Block and dtype of an output; ``place`` None: a plain tensor, the same on every rank.
 
-    ``grad``  whether it depends on parameters, so that a gradient comes back for it.
+    ``block``  the shape of one rank's block.
+    ``grad``   whether it depends on parameters, so that a gradient comes back for it.
     """
 
     place: Place | None
-    shape: torch.Size
+    block: torch.Size
     dtype: torch.dtype
     grad: bool
 
-    def block(self, mesh: Mesh) -> tuple[int, ...]:
-        """Return the shape of its storage on a mesh."""
-        local = self._local(mesh)
-        return local if self.place is None else storage_shape(mesh, *local)
+    @property
+    def nbytes(self) -> int:
+        """The bytes of one rank's block."""
+        return self.block.numel() * self.dtype.itemsize
 
-    def nbytes(self, mesh: Mesh) -> int:
-        """Return the bytes of one rank's block."""
-        return math.prod(self._local(mesh)) * self.dtype.itemsize
-
-    def _local(self, mesh: Mesh) -> tuple[int, ...]:
-        if self.place is None:
-            return tuple(self.shape)
-        return self.place.layout.local_shape(tuple(self.place.tiled), mesh)
+    def stored(self, mesh: Mesh) -> tuple[int, ...]:
+        """Return the shape of its storage, of all ranks that a process runs."""
+        return tuple(self.block) if self.place is None else storage_shape(mesh, *self.block)
 
     def value(self, raw: Tensor, mesh: Mesh, deferred: bool = False) -> Tensor:
         """Return the output with this storage.
@@ -108,14 +103,13 @@ def block_that_crosses(x: Any) -> Tensor:
 
 
 def spec_of(x: Any) -> Any:
-    """Return the spec of a tensor, any other value as it is."""
+    """Return the spec of a tensor on a mesh of shapes, any other value as it is."""
     if not isinstance(x, Tensor):
         return x
-    if not isinstance(x, ShardedTensor):
-        return OutputSpec(None, x.shape, x.dtype, x.requires_grad)
-    x = settle(x)
-    place = x.place._replace(deferred=frozenset())
-    return OutputSpec(place, x.shape, x.raw.dtype, x.raw.requires_grad)
+    place, raw = None, block_of_output(x)
+    if isinstance(x, ShardedTensor):
+        place = settle(x).place._replace(deferred=frozenset())
+    return OutputSpec(place, raw.shape, raw.dtype, raw.requires_grad)
 
 
 class Returned(NamedTuple):
@@ -125,7 +119,6 @@ class Returned(NamedTuple):
     ``began``  the cost of the forward before the call.
     ``inner``  calls of its submodules whose hooks take outputs (path, call), as transformers
                collects hidden states and router logits.
-    ``free``   whether it depends on no parameter: every stage makes such a call.
     """
 
     leaves: tuple[Any, ...]
@@ -133,7 +126,6 @@ class Returned(NamedTuple):
     draws: tuple[int, int] = (0, 0)
     began: float = 0.0
     inner: Sequence[tuple[str, UnitCall]] = ()
-    free: bool = False
 
 
 Calls = dict[UnitCall, Returned]
@@ -235,9 +227,7 @@ class WholeForward(UnitForward):
                 out = type(out)(map(Views(out).of, out))
             for x in given.written():
                 self.flow.write(x)
-        raws = [block_of_output(x) for x in tree_flatten(out)[0] if isinstance(x, Tensor)]
-        free = not any(x.requires_grad or self.flow.reaches(x) for x in raws)
-        self._note(call, out, (before, self.drawn), began, inner, free)
+        self._note(call, out, (before, self.drawn), began, inner)
         return out
 
     def region(self) -> Callable[[], UnitForward]:
@@ -359,9 +349,9 @@ class StageForward(UnitForward):
             return spec
         # the shape of a block, from its layout, is computed once for each output
         if (ghost := self.ghosts.get(id(spec))) is None:
-            key = block, _ = spec.block(self.mesh), spec.dtype
+            key = stored, _ = spec.stored(self.mesh), spec.dtype
             if key not in self.ghosts:
-                self.ghosts[key] = nan(spec.dtype, self.mesh).repeat(block)
+                self.ghosts[key] = nan(spec.dtype, self.mesh).repeat(stored)
             ghost = self.ghosts[id(spec)] = self.ghosts[key]
         raw = ghost.detach()
         return raw if self.blocks else spec.value(raw, self.mesh)

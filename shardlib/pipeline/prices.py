@@ -92,7 +92,7 @@ class _PaperStep(PipelineStep):
             for n, held_back in zip(names, frozen(list(names.values())), strict=True):
                 if not held_back:
                     total.of(n)
-        kinds = {a.kind for a in self.traffic.actions}
+        kinds = self.traffic.kinds
         with Paths() as paths, trace() as t, Meter(StepWork()) as meter:
             self.watch = CallRecorder(t, self.inner.size, True, paths)
             self.meter, self.events = meter, t.events
@@ -122,7 +122,7 @@ class _PaperStep(PipelineStep):
         for kind in "FB":
             for label, to in self.traffic.sends[Action(kind, s, 0)]:
                 if self.ranks[to] != self.ranks[s]:
-                    sends[to] += self.cuts[0].spec(label.output).nbytes(self.inner)
+                    sends[to] += self.cuts[0].spec(label.output).nbytes
         return StageCost(
             self.cuts[0].named(s), self.ranks[s],
             {k: rates.seconds(c.work) for k, c in found.items()},

@@ -74,9 +74,6 @@ class PipelineSchedule:
 _HELD = {"F": 1, "B": -1, "I": 0, "W": -1}
 
 
-# ------------------------------------------------------------ registry
-
-
 class _Maker(NamedTuple):
     """Registered maker of tables; the fields as in ``register``."""
 
@@ -226,9 +223,6 @@ def _refused(why: str, fix: str = "sl.Stages('pipe', schedule='1f1b')") -> Shard
     return ShardError(why, op="schedule", fix=fix)
 
 
-# ------------------------------------------------------------ built-in schedules
-
-
 @register("gpipe")
 def _gpipe(p: int, m: int, v: int) -> list[Row]:
     return [_in_turn(p, m, v, i, ahead=m, each=m) for i in range(p)]
@@ -342,9 +336,6 @@ def _numbered(text: str, own: tuple[int, int]) -> Row:
     return row
 
 
-# ------------------------------------------------------------ time
-
-
 @dataclass(frozen=True)
 class PipelineTimeline:
     """Timeline of a schedule: when each action begins and ends, in the unit of the costs.
@@ -437,9 +428,6 @@ def _sources(needs: Needs) -> dict[str, dict[int, list[int]]]:
 def _result(a: Action) -> Action:
     """Return the action under which a result is known: B gives the gradient of inputs as I does."""
     return a._replace(kind="I") if a.kind == "B" else a
-
-
-# ------------------------------------------------------------ proof
 
 
 def check(s: PipelineSchedule) -> None:

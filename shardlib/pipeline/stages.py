@@ -284,7 +284,7 @@ class Pipeline:
             )
             raise _error(why, mine)
         batch = MicroBatches(*called_with(how.example), 1, stage=self.inner)
-        priced = partial(self._priced, f, batch, (None, cluster_of("h100"), False))
+        priced = partial(self.priced, f, batch, (None, cluster_of("h100"), False))
         within = _fitting(self.first, priced, self._table(2 * size))
         found, held = within(memory)
         if found:
@@ -300,7 +300,7 @@ class Pipeline:
         )
         raise _error(why, mine.replace(repr(how.memory), str(most)))
 
-    def _priced(
+    def priced(
         self, f: Callable[..., Any], batch: MicroBatches, how: tuple[Any, ...],
         table: PipelineSchedule, begins: int | Sequence[UnitCall],
     ) -> tuple[Cut, PipelineExplanation]:  # fmt: skip
@@ -341,7 +341,7 @@ class Pipeline:
         mesh = next((x.mesh for x in params.values()), self.inner)
         if mesh not in self.absent:
             specs = {n: spec_of(x) for n, x in self.whole.items()}
-            ghosts = {n: nan(s.dtype, mesh).expand(s.block(mesh)) for n, s in specs.items()}
+            ghosts = {n: nan(s.dtype, mesh).expand(s.stored(mesh)) for n, s in specs.items()}
             self.absent[mesh] = {n: specs[n].value(x, mesh) for n, x in ghosts.items()}
         return {**self.absent[mesh], **params}
 
@@ -373,37 +373,6 @@ class Pipeline:
         cuts, table = cuts or self.cuts_for(f, batch), table or self._table(batch.count)
         with _drafted(self.paper, *batch[0]) as (_, given):
             return explained(self, f, given, cuts, table, tx, cluster, parts)
-
-    def compared(self, f: Callable[..., Any], batch: MicroBatches, *how: Any) -> Why:
-        """List the cost of a step under every schedule; ``how`` as for ``explained``."""
-        axis, name, memory = self.stages.axis, self.stages.schedule, how[1].memory
-        size = self.mesh.axes[axis]
-        priced = partial(self._priced, f, batch, how)
-        begins: dict[int, Sequence[UnitCall]] = {len(self.ranks): self.first.begins}
-        # what is written after sl.Stages -> the step
-        found: dict[str, PipelineExplanation] = {}
-        verdicts: list[tuple[str, str]] = []
-        for other, v in offered(self.stages.per_rank):
-            how_text = f"per_rank={v}, schedule={other!r}"
-            try:
-                table = schedule(other, size, batch.count, v)
-                cut, said = priced(table, begins.get(table.stages, table.stages))
-            except ShardError as e:
-                verdicts.append((other, e.message.splitlines()[0]))
-                continue
-            begins[table.stages], found[how_text] = cut.begins, said
-            verdicts.append((other, said.summary(memory)))
-            if said.peak > memory and v == 1 and (at := _fitting(cut, priced, table)(memory)[0]):
-                names = [str(c) for c in at]
-                found[f"cut={names}, {how_text}"] = said = priced(table, at)[1]
-                verdicts.append((f"{other} cut at {', '.join(names)}", said.summary(memory)))
-        notes = [f"{n} stages begin at {', '.join(map(str, c))}" for n, c in begins.items()]
-        fits = [text for text, x in found.items() if x.peak <= memory]
-        best = min(fits, key=lambda text: found[text].seconds, default=None)
-        if best is not None and best != f"per_rank={len(self.ranks) // size}, schedule={name!r}":
-            notes.append(f"the fastest: sl.Stages({axis!r}, {best})")
-        given_text = {"stages": str(self), "microbatches": f"{batch.count} micro-batches"}
-        return Why("pipeline", given_text, name, tuple(verdicts), tuple(notes))
 
     def forward(self, params: Any, args: Args, kwargs: Kwargs) -> Any:
         """Run forward alone; return its result on every rank.
@@ -441,10 +410,37 @@ def _schedules(
     loss: Callable[..., Any], params: Any, inputs: Inputs = (), microbatches: int = 1,
     cluster: str | Cluster = "h100", tx: Transform | None = None,
 ) -> Why:  # fmt: skip
-    """Compare the schedules of a module in stages, for ``sl.why``."""
+    """List the cost of a step of a module in stages under every schedule, for ``sl.why``."""
     pipeline, batch = call_of_stages(loss, params, inputs, microbatches, "why")
-    parts = hasattr(params, "opened")
-    return pipeline.compared(loss, batch, tx, cluster_of(cluster), parts)
+    how = tx, cluster_of(cluster), hasattr(params, "opened")
+    priced, memory = partial(pipeline.priced, loss, batch, how), how[1].memory
+    own, count = pipeline.stages, len(pipeline.ranks)
+    size = pipeline.mesh.axes[own.axis]
+    begins: dict[int, Sequence[UnitCall]] = {count: pipeline.first.begins}
+    # what is written after sl.Stages -> the step
+    found: dict[str, PipelineExplanation] = {}
+    verdicts: list[tuple[str, str]] = []
+    for name, v in offered(own.per_rank):
+        text = f"per_rank={v}, schedule={name!r}"
+        try:
+            table = schedule(name, size, batch.count, v)
+            cut, said = priced(table, begins.get(table.stages, table.stages))
+        except ShardError as e:
+            verdicts.append((name, e.message.splitlines()[0]))
+            continue
+        begins[table.stages], found[text] = cut.begins, said
+        verdicts.append((name, said.summary(memory)))
+        if said.peak > memory and v == 1 and (at := _fitting(cut, priced, table)(memory)[0]):
+            names = [str(c) for c in at]
+            found[f"cut={names}, {text}"] = said = priced(table, at)[1]
+            verdicts.append((f"{name} cut at {', '.join(names)}", said.summary(memory)))
+    notes = [f"{n} stages begin at {', '.join(map(str, c))}" for n, c in begins.items()]
+    fits = [text for text, x in found.items() if x.peak <= memory]
+    best = min(fits, key=lambda text: found[text].seconds, default=None)
+    if best not in (None, f"per_rank={count // size}, schedule={own.schedule!r}"):
+        notes.append(f"the fastest: sl.Stages({own.axis!r}, {best})")
+    given = {"stages": str(pipeline), "microbatches": f"{batch.count} micro-batches"}
+    return Why("pipeline", given, own.schedule, tuple(verdicts), tuple(notes))
 
 
 def _refuse_in_training(module: nn.Module, only_calls: bool = False) -> None:

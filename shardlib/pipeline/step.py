@@ -82,8 +82,7 @@ class Traffic:
     ) -> None:
         self.cuts, self.table = cuts, table
         self.actions = [*timeline(table).begins]
-        self.train = any(a.kind != "F" for a in self.actions)
-        self.split = any(a.kind == "I" for a in self.actions)
+        self.kinds = {a.kind for a in self.actions}
         self.sends: dict[Action, list[tuple[Crossing, int]]] = defaultdict(list)
         self.receives: dict[Action, list[tuple[Crossing, int]]] = defaultdict(list)
         for micro, cut in enumerate(cuts):
@@ -99,7 +98,7 @@ class Traffic:
         for a in self.actions:
             for label, stage in self.sends[a]:
                 spec = cuts[a.micro].spec(label.output)
-                message = Message(label, spec.block(inner), spec.dtype)
+                message = Message(label, spec.stored(inner), spec.dtype)
                 self.between[table.ranks[a.stage], table.ranks[stage]].append(message)
         self.own = [a for a in self.actions if table.ranks[a.stage] in here]
         self.ends = last_gradients(self.own, cuts)
@@ -125,7 +124,7 @@ class PipelineStep:
     ) -> None:  # fmt: skip
         self.pipeline = self.module = pipeline
         self.f, self.traffic = f, traffic
-        self.cuts, self.table, self.train = traffic.cuts, traffic.table, traffic.train
+        self.cuts, self.table, self.train = traffic.cuts, traffic.table, traffic.kinds > {"F"}
         self.batch, self.sums = batch, sums
         self.mesh, self.inner, self.axis = pipeline.mesh, pipeline.inner, pipeline.stages.axis
         self.real = spans_processes(self.mesh)
@@ -211,7 +210,7 @@ class PipelineStep:
         for a in self.traffic.actions:
             for label, stage in self.traffic.sends[a]:
                 if self.ranks[stage] != self.ranks[a.stage]:
-                    n = self.cuts[a.micro].spec(label.output).nbytes(self.inner)
+                    n = self.cuts[a.micro].spec(label.output).nbytes
                     note(traces, "send", (self.axis,), n, self.table.size, 1)
         for name, ranks in self.tied.items():
             n, sends = self.pipeline.nbytes(name), len(ranks) * (len(ranks) - 1)
@@ -298,7 +297,7 @@ class PipelineStep:
         kept = Forwarded(received, {}, leaves.wanted)
         args, kwargs = self.batch[a.micro]
         inside = within(
-            stage=stage, differentiated=self.train, split_backward=self.traffic.split,
+            stage=stage, differentiated=self.train, split_backward="I" in self.traffic.kinds,
             **({"draws": draws.instead} if draws else {}),
         )  # fmt: skip
         with inside, torch.set_grad_enabled(self.train):
@@ -369,7 +368,7 @@ class PipelineStep:
         if not isinstance(like, Tensor):
             return like
         spec = spec_of(like)
-        raw = torch.zeros(spec.block(self.inner), dtype=spec.dtype, device=self.inner.device)
+        raw = torch.zeros(spec.stored(self.inner), dtype=spec.dtype, device=self.inner.device)
         if x is not None:
             raw = block_of_output(x).detach()
         with bind(self.mesh):
