@@ -7,7 +7,7 @@ stage can make itself are no special cases.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -135,12 +135,22 @@ def cut_of(
             here = {s}
         for n in names:
             at[n] |= here
-            if isinstance(n, Within) and n.call in owner and here - {owner[n.call]}:
-                what = f"a tensor that {n.call} made or wrote to, and did not return"
-                raise _error(f"{k.call} depends on {what}")
+        _refuse_strays(k.call, names, here, owner)
+    # each stage runs it, those too that do not have what an earlier one made
+    _refuse_strays("what runs between the blocks", flow.between, {count - 1}, owner)
     read = [[n for n in params if s in at[n]] for s in range(count)]
     users = dict(reversed(users.items()))
     return Cut(calls, owner, users, read, whole.drawn, result, chain)
+
+
+def _refuse_strays(
+    reader: object, names: Iterable[Any], stages: set[int], owner: Mapping[UnitCall, int]
+) -> None:
+    """Refuse tensors that pass from a call to another stage otherwise than as its results."""
+    for n in names:
+        if isinstance(n, Within) and n.call in owner and stages - {owner[n.call]}:
+            what = f"a tensor that {n.call} made or wrote to, and did not return"
+            raise _error(f"{reader} reads {what}")
 
 
 def _result_of(

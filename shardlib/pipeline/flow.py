@@ -59,8 +59,9 @@ class Dependences(DispatchMode):  # type: ignore[misc, valid-type]
         # names that a tensor, or a node of autograd, was given
         self.given: dict[Hashable, Names] = {}
         self.crossings: dict[Any, Names] = {}
-        # of the call that is open
+        # of the call that is open; of operands where none is
         self.within: Names = frozenset()
+        self.between: set[Hashable] = set()
         # an address is used again once its tensor is gone
         self.alive: list[Tensor] = []
         # of products and attention so far, and bytes of operands and results made of inputs
@@ -138,6 +139,8 @@ class Dependences(DispatchMode):  # type: ignore[misc, valid-type]
         operands = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
         known = [(x, self.names[x._cdata]) for x in operands if x._cdata in self.names]
         names = frozenset[Hashable]().union(*(names for _, names in known))
+        if not self.within:
+            self.between |= names
         if INPUT in names:
             self.touched += touched(func, [x for x, of in known if INPUT in of], out)
         if names:

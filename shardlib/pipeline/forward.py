@@ -103,7 +103,7 @@ def block_that_crosses(x: Any) -> Tensor:
 
 
 def spec_of(x: Any) -> Any:
-    """Return the spec of a tensor on a mesh of shapes, any other value as it is."""
+    """Return the spec of a tensor, any other value as it is; on shapes, blocks are of one rank."""
     if not isinstance(x, Tensor):
         return x
     place, raw = None, block_of_output(x)
@@ -227,7 +227,7 @@ class WholeForward(UnitForward):
                 out = type(out)(map(Views(out).of, out))
             for x in given.written():
                 self.flow.write(x)
-        self._note(call, out, (before, self.drawn), began, inner)
+            self._note(call, out, (before, self.drawn), began, inner)
         return out
 
     def region(self) -> Callable[[], UnitForward]:

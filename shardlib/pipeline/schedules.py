@@ -39,8 +39,6 @@ Tables = Sequence[Sequence[tuple[str, int, int]]]
 """Actions of each rank in order; an action may be a plain (kind, stage, micro-batch)."""
 
 Made = TypeVar("Made", bound=Callable[[int, int, int], Tables])
-Needs = Mapping[int, Iterable[int]]
-"""Stages from which each stage receives in forward."""
 
 
 @dataclass(frozen=True)
@@ -364,14 +362,14 @@ def timeline(
     s: PipelineSchedule,
     cost: Callable[[Action], float] = lambda a: 1.0 + (a.kind == "B"),
     hop: Callable[[int, int], float] = lambda source, target: 0.0,
-    needs: Needs | None = None,
+    needs: Mapping[int, Iterable[int]] | None = None,
 ) -> PipelineTimeline:
     """Compute when each action of a schedule begins and ends.
 
     ``cost``   of an action; by default B costs 2, and F, I and W cost 1 each.
     ``hop``    the time of a transfer from a stage to another on another rank; both compute
                meanwhile, and from one rank to another one message follows the other.
-    ``needs``  the stages from which each stage receives; by default the one before.
+    ``needs``  the stages from which each stage receives in forward; by default the one before.
     Raises: ShardError, with the action at which each rank waits, for a table that does not end.
 
     >>> found = timeline(schedule("zb", 4, 8))
@@ -415,7 +413,7 @@ def timeline(
     return PipelineTimeline(begins, ends, busy, tuple(s.held(r) for r in range(s.size)))
 
 
-def _sources(needs: Needs) -> dict[str, dict[int, list[int]]]:
+def _sources(needs: Mapping[int, Iterable[int]]) -> dict[str, dict[int, list[int]]]:
     """Return kind -> stage -> the stages from which it receives results of this kind."""
     found: dict[str, dict[int, list[int]]] = {k: defaultdict(list) for k in "FIW"}
     for t, sources in needs.items():

@@ -251,7 +251,7 @@ class Pipeline:
         # which submodules train, and which have hooks that take outputs
         modes = [(m.training, bool(m._forward_hooks)) for m in self.apply.module.modules()]
         # micro-batches differ in values alone
-        key = f, batch.tree, tuple(_shape(parts[0]) for parts in batch.parts), tuple(modes)
+        key = f, batch.tree, tuple(spec_of(parts[0]) for parts in batch.parts), tuple(modes)
         return tuple(self._cut_for(f, key, batch, k) for k in range(batch.count))
 
     def _cut_for(self, f: Callable[..., Any], key: Any, batch: MicroBatches, k: int) -> Cut:
@@ -461,12 +461,6 @@ def _refuse_in_training(module: nn.Module, only_calls: bool = False) -> None:
 def _of_its_rank(x: Tensor, layout: Layout | None) -> Tensor:
     more = 0 if layout is None or layout.ellipsis is not None else x.ndim - len(layout.dims)
     return x.flatten(0, more) if more > 0 else x
-
-
-def _shape(x: object) -> object:
-    if isinstance(x, ShardedTensor):
-        return x.place, x.dtype
-    return (x.shape, x.dtype) if isinstance(x, Tensor) else x
 
 
 @contextmanager

@@ -122,6 +122,7 @@ class PipelineStep:
         self, pipeline: Any, f: Callable[..., Any], traffic: Traffic,
         batch: MicroBatches, sums: GradientSums,
     ) -> None:  # fmt: skip
+        # the pipeline, and what the call of the module knows as such
         self.pipeline = self.module = pipeline
         self.f, self.traffic = f, traffic
         self.cuts, self.table, self.train = traffic.cuts, traffic.table, traffic.kinds > {"F"}
@@ -294,7 +295,7 @@ class PipelineStep:
             pipeline=self.module, ghosts=self.ghosts, blocks=self.blocks,
         )  # fmt: skip
         leaves = self.sums.leaves(again=self.blocks is not None)
-        kept = Forwarded(received, {}, leaves.wanted)
+        loss = None
         args, kwargs = self.batch[a.micro]
         inside = within(
             stage=stage, differentiated=self.train, split_backward="I" in self.traffic.kinds,
@@ -304,7 +305,7 @@ class PipelineStep:
             try:
                 out = self.f(leaves.arguments[0], *args, **kwargs)
                 if a.stage == self.table.stages - 1 and self.train:
-                    kept.loss = self._add_loss(out, a.micro)
+                    loss = self._add_loss(out, a.micro)
                 elif a.stage == self.table.stages - 1:
                     self.result = out
             except AllSent:
@@ -314,8 +315,8 @@ class PipelineStep:
             why = f"{left[0]} was called when the stages were cut, and was skipped now"
             fix = "module.eval()  # blocks that are skipped at random, as by LayerDrop, are not cut"
             raise Unsupported(why, op="value_and_grad", mesh=self.mesh, fix=fix)
-        kept.made = {k: block_that_crosses(stage.found[k]) for k in cut.makes[a.stage]}
-        return kept
+        made = {k: block_that_crosses(stage.found[k]) for k in cut.makes[a.stage]}
+        return Forwarded(received, made, leaves.wanted, loss)
 
     def _add_loss(self, loss: Tensor, micro: int) -> Tensor:
         """Add a micro-batch's share to the loss of the step; return what backward starts from."""
@@ -325,22 +326,20 @@ class PipelineStep:
         return share
 
     def _backward(self, a: Action) -> None:
-        kept = self.kept[a.stage, a.micro]
-        cotangents: dict[Output, Tensor] = {}
+        kept, split = self.kept.pop((a.stage, a.micro)), a.kind == "I"
+        # an output that several stages use is there for each of them
+        ends: list[tuple[Tensor, Tensor]] = []
         for label, user in self.traffic.receives[a]:
-            g, k = self.messages.take(label), label.output
+            ends.append((kept.made[label.output], self.messages.take(label)))
             self.messages.answered(label._replace(direction="F"), self.ranks[user])
-            cotangents[k] = cotangents[k] + g if k in cotangents else g
-        asked = {k: g for k, g in cotangents.items() if kept.made[k].requires_grad}
-        ends, grads = [kept.made[k] for k in asked], list(asked.values())
-        if kept.loss is not None and kept.loss.requires_grad:
-            ends.append(kept.loss)
-            grads.append(torch.ones_like(kept.loss))
-        split = a.kind == "I"
+        if kept.loss is not None:
+            ends.append((kept.loss, torch.ones_like(kept.loss)))
+        ends = [(x, g) for x, g in ends if x.requires_grad]
         later = WeightGradients(kept.leaves) if split else None
         if ends:
-            with within(later=later) if split else nullcontext():
-                self.sums.backward(kept.leaves, ends, grads, [*kept.received.values()], split)
+            roots, grads = zip(*ends, strict=True)
+            with within(later=later):
+                self.sums.backward(kept.leaves, roots, grads, [*kept.received.values()], split)
         for label, source in self.traffic.sends[a]:
             x = kept.received[label.output]
             g = torch.zeros_like(x) if x.grad is None else x.grad
@@ -348,8 +347,6 @@ class PipelineStep:
         if split:
             # only what the gradients of weights need is kept
             self.kept[a.stage, a.micro] = Forwarded({}, {}, kept.leaves, later=later)
-        else:
-            del self.kept[a.stage, a.micro]
 
     def _weights(self, a: Action) -> None:
         kept = self.kept.pop((a.stage, a.micro))
