@@ -80,10 +80,9 @@ class Cut:
 
     @cached_property
     def expected(self) -> list[list[UnitCall]]:
-        """List for each stage the calls of units up to the last that others need, or its last."""
-        order, rows = [*self.calls], zip(self.makes, self._own, strict=True)
-        last = [[k.call for k in row] or own[-1:] for row, own in rows]
-        ends = [max(map(order.index, row), default=-1) for row in last]
+        """List for each stage the calls of units up to the last that others need, or all."""
+        order = [*self.calls]
+        ends = [max((order.index(k.call) for k in row), default=len(order)) for row in self.makes]
         return [[c for c in order[: end + 1] if "/" not in c.unit] for end in ends]
 
     def spec(self, output: Output) -> OutputSpec:

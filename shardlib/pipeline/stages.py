@@ -119,9 +119,8 @@ class Stages:
         assert inner.outer is not None
         inner.outer.staged = True
         if spans_processes(mesh):
-            (here,) = pipeline.here
             holders = {n: tuple(first.holders(n, ranks)) for n in own}
-            inner.outer.hold(pipeline, holders, here)
+            inner.outer.hold(pipeline, holders, min(pipeline.here))
         return apply, params
 
     def _blocks(self, module: nn.Module) -> list[str]:
