@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from shardlib._compat import DispatchMode, tree_flatten
+from shardlib._compat import DispatchMode
+from shardlib.memory_tracker import tensors_in
 from shardlib.opspec import Args, Func, Kwargs
 from shardlib.planning.work import operations, touched
 
@@ -136,20 +137,19 @@ class Dependences(DispatchMode):  # type: ignore[misc, valid-type]
         self.flops += operations(func, out, args, kwargs)
         if func.overloadpacket.__name__ in _FILLS:
             return out
-        operands = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
-        known = [(x, self.names[x._cdata]) for x in operands if x._cdata in self.names]
-        names = frozenset[Hashable]().union(*(names for _, names in known))
+        known = [x for x in tensors_in((args, kwargs)) if x._cdata in self.names]
+        names = frozenset[Hashable]().union(*(self.names[x._cdata] for x in known))
         if not self.within:
             self.between |= names
         if INPUT in names:
-            self.touched += touched(func, [x for x, of in known if INPUT in of], out)
+            read = [x for x in known if INPUT in self.names[x._cdata]]
+            self.touched += touched(func, read, out)
         if names:
             written = [
                 x
                 for a, x in zip(func._schema.arguments, args, strict=False)
                 if a.alias_info is not None and a.alias_info.is_write
             ]
-            for x in [*tree_flatten(out)[0], *written]:
-                if isinstance(x, Tensor):
-                    self.write(x, names)
+            for x in tensors_in([out, written]):
+                self.write(x, names)
         return out
