@@ -230,9 +230,6 @@ class WholeForward(UnitForward):
             self._note(call, out, (before, self.drawn), began, inner)
         return out
 
-    def region(self) -> Callable[[], UnitForward]:
-        return lambda: WholeForward({})
-
     def _took(self, unit: str, inner: list[Any], path: str, m: Any, args: Any, out: Any) -> None:
         inner.append((path, self.next_call(f"{unit}/{path}")))
         self._note(inner[-1][1], out)
@@ -299,7 +296,8 @@ class StageForward(UnitForward):
             self.draws.go_to(returned.draws[1])
         return out
 
-    def region(self) -> Callable[[], UnitForward]:
+    def region(self) -> "Callable[[], StageForward]":
+        """Begin a region that is recomputed; return the function that makes a run for it."""
         # the region may write to what was received, which its recomputation needs again
         self.copies = True
         # without its outputs, see recompute.py
