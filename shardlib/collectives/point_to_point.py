@@ -67,10 +67,6 @@ class Messages:
             entry = self._recent("receive", message.label, block)
             self.posted[message.label] = work, block, entry
 
-    def arrived(self, label: Label) -> bool:
-        """Check whether a message was handed over, where one process runs all ranks."""
-        return label in self.here
-
     def take(self, label: Label) -> Tensor:
         """Wait for a message, and return its block.  Raises: RankFailed where its sender failed."""
         if label in self.here:

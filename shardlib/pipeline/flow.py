@@ -7,11 +7,12 @@ operators that compute only shapes where there are no values (rings of attention
 
 from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from shardlib._compat import DispatchMode, tree_flatten
+from shardlib._compat import DispatchMode
+from shardlib.memory_tracker import tensors_in
 from shardlib.opspec import Args, Func, Kwargs
 from shardlib.planning.work import operations, touched
 
@@ -30,6 +31,12 @@ _FILLS = frozenset(
 )
 
 
+class Within(NamedTuple):
+    """Name of what a call makes of inputs, or writes to: other calls get its results alone."""
+
+    call: Any
+
+
 class Dependences(DispatchMode):  # type: ignore[misc, valid-type]
     """Record, while open, which marked tensors each new tensor is computed from.
 
@@ -43,10 +50,8 @@ class Dependences(DispatchMode):  # type: ignore[misc, valid-type]
     >>> sorted(flow.of([c]))
     ['a']
 
-    A tensor made of inputs within ``call(name)`` reaches other calls as its result alone.  ``strays``
-    lists reads of any other: the call in which the tensor was made, and the one that reads it, None
-    where none is open.  ``crossings``: the tensors named by ``cross`` -> the names on which each
-    depends, in order.
+    ``crossings``  the tensors named by ``cross`` -> the names on which each depends, in order; what
+                   is computed of anything else of a call depends on its name ``Within``.
     """
 
     def __init__(self) -> None:
@@ -54,12 +59,10 @@ class Dependences(DispatchMode):  # type: ignore[misc, valid-type]
         self.names: dict[int, Names] = {}
         # names that a tensor, or a node of autograd, was given
         self.given: dict[Hashable, Names] = {}
-        # of parameters, and of what depends on them
-        self.bound: set[Hashable] = set()
         self.crossings: dict[Any, Names] = {}
-        self.open: list[Hashable] = []
-        self.makers: dict[int, Hashable] = {}
-        self.strays: dict[tuple[Hashable, Hashable], None] = {}
+        # of the call that is open; of operands where none is
+        self.within: Names = frozenset()
+        self.between: set[Hashable] = set()
         # an address is used again once its tensor is gone
         self.alive: list[Tensor] = []
         # of products and attention so far, and bytes of operands and results made of inputs
@@ -76,54 +79,35 @@ class Dependences(DispatchMode):  # type: ignore[misc, valid-type]
         Every call may read one that is named INPUT.
         """
         self.given[x._cdata] = frozenset([name])
-        self._add(x, self.given[x._cdata])
-        self.bound |= {name} - {INPUT}
+        self.write(x, self.given[x._cdata])
 
     def cross(self, x: Tensor, name: Hashable) -> None:
         """Name a result of a call: what is computed from it depends on this name alone."""
         self.crossings[name] = self.of([x])
-        if x.requires_grad or self.reaches(x):
-            self.bound.add(name)
-        at = x._cdata
         self.alive.append(x)
-        self.given[at] = self.given.get(at, frozenset()) | {name}
+        for at in {x._cdata, x.grad_fn} - {None}:
+            self.given[at] = self.given.get(at, frozenset()) | {name}
+        at = x._cdata
         self.names[at] = self.given[at] | (self.names.get(at, frozenset()) & {INPUT})
-        if x.grad_fn is not None:
-            self.given[x.grad_fn] = self.given.get(x.grad_fn, frozenset()) | {name}
         if x._base is not None and x._base.grad_fn is not None:
             # the graph of a view that is written to leads past the view's node
             self.given.setdefault(x._base.grad_fn, frozenset([name]))
 
     @contextmanager
     def call(self, name: Hashable) -> Iterator[None]:
-        """Name the call that makes tensors in this context."""
-        self.open.append(name)
+        """Name the call that makes tensors, and writes to them, in this context."""
+        before, self.within = self.within, frozenset([Within(name)])
         try:
             yield
         finally:
-            self.open.pop()
+            self.within = before
 
-    def hand_over(self, results: Iterable[Tensor], call: Hashable) -> None:
-        """Let all calls read the results of a call, once checked that it made them."""
-        for x in results:
-            if self.makers.get(x._cdata, call) != call:
-                self.read(x, call)
-            self.makers.pop(x._cdata, None)
-
-    def belongs(self, x: Tensor, call: Hashable) -> None:
-        """Record that a call wrote to a tensor."""
-        if INPUT in self.names.get(x._cdata, ()):
-            self.makers[x._cdata] = call
-
-    def read(self, x: Tensor, call: Hashable) -> None:
-        """Record that a call reads a tensor, if it is a stray."""
-        maker = self.makers.get(x._cdata)
-        if maker is not None and maker not in self.open:
-            self.strays[maker, call] = None
-
-    def reaches(self, x: Tensor) -> bool:
-        """Check whether a tensor was computed from a parameter, as data."""
-        return not self.bound.isdisjoint(self.names.get(x._cdata, ()))
+    def write(self, x: Tensor, names: Names = frozenset()) -> None:
+        """Record that a tensor was made of what has these names, or written to."""
+        if x._cdata not in self.names:
+            self.alive.append(x)
+        names |= self.names.get(x._cdata, frozenset())
+        self.names[x._cdata] = names | (self.within if INPUT in names else frozenset())
 
     def of(self, results: Iterable[Tensor]) -> Names:
         """Return the names on which any of these results depends, inputs excepted.
@@ -145,13 +129,6 @@ class Dependences(DispatchMode):  # type: ignore[misc, valid-type]
                 nodes += after
         return frozenset(found - {INPUT})
 
-    def _add(self, x: Tensor, names: Names) -> None:
-        if x._cdata not in self.names:
-            self.alive.append(x)
-        self.names[x._cdata] = self.names.get(x._cdata, frozenset()) | names
-        if self.open and INPUT in names:
-            self.makers[x._cdata] = self.open[-1]
-
     def __torch_dispatch__(
         self, func: Func, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
@@ -160,12 +137,12 @@ class Dependences(DispatchMode):  # type: ignore[misc, valid-type]
         self.flops += operations(func, out, args, kwargs)
         if func.overloadpacket.__name__ in _FILLS:
             return out
-        operands = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
-        names = _joined(self.names.get(x._cdata, frozenset()) for x in operands)
-        for x in operands:
-            self.read(x, self.open[-1] if self.open else None)
+        known = [x for x in tensors_in((args, kwargs)) if x._cdata in self.names]
+        names = frozenset[Hashable]().union(*(self.names[x._cdata] for x in known))
+        if not self.within:
+            self.between |= names
         if INPUT in names:
-            read = [x for x in operands if INPUT in self.names.get(x._cdata, ())]
+            read = [x for x in known if INPUT in self.names[x._cdata]]
             self.touched += touched(func, read, out)
         if names:
             written = [
@@ -173,11 +150,6 @@ class Dependences(DispatchMode):  # type: ignore[misc, valid-type]
                 for a, x in zip(func._schema.arguments, args, strict=False)
                 if a.alias_info is not None and a.alias_info.is_write
             ]
-            for x in [*tree_flatten(out)[0], *written]:
-                if isinstance(x, Tensor):
-                    self._add(x, names)
+            for x in tensors_in([out, written]):
+                self.write(x, names)
         return out
-
-
-def _joined(names: Iterable[Names]) -> Names:
-    return frozenset().union(*names)

@@ -6,7 +6,7 @@ computes depends on them.  The run is broken off once all that other stages need
 ``WholeForward`` runs every unit and records the calls, on shapes alone.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, is_dataclass, replace
 from functools import partial
@@ -23,7 +23,7 @@ from shardlib.mesh import Mesh
 from shardlib.pipeline.flow import Dependences
 from shardlib.random import Draws
 from shardlib.tensor import Place, ShardedTensor, raw_of, settle
-from shardlib.tensor.gradients import mapped, vary
+from shardlib.tensor.gradients import vary
 
 
 class UnitCall(NamedTuple):
@@ -44,28 +44,25 @@ class Output(NamedTuple):
 
 
 class OutputSpec(NamedTuple):
-    """Shape and dtype of an output; ``place`` None: a plain tensor, the same on every rank.
+    """Block and dtype of an output; ``place`` None: a plain tensor, the same on every rank.
 
-    ``grad``  whether it depends on parameters, so that a gradient comes back for it.
+    ``block``  the shape of one rank's block.
+    ``grad``   whether it depends on parameters, so that a gradient comes back for it.
     """
 
     place: Place | None
-    shape: torch.Size
+    block: torch.Size
     dtype: torch.dtype
     grad: bool
 
-    def block(self, mesh: Mesh) -> tuple[int, ...]:
-        """Return the shape of its storage on a mesh."""
-        if self.place is None:
-            return tuple(self.shape)
-        return storage_shape(mesh, *self.place.layout.local_shape(tuple(self.place.tiled), mesh))
+    @property
+    def nbytes(self) -> int:
+        """The bytes of one rank's block."""
+        return self.block.numel() * self.dtype.itemsize
 
-    def nbytes(self, mesh: Mesh) -> int:
-        """Return the bytes of one rank's block."""
-        shape = self.shape
-        if self.place is not None:
-            shape = torch.Size(self.place.layout.local_shape(tuple(self.place.tiled), mesh))
-        return shape.numel() * self.dtype.itemsize
+    def stored(self, mesh: Mesh) -> tuple[int, ...]:
+        """Return the shape of its storage, of all ranks that a process runs."""
+        return tuple(self.block) if self.place is None else storage_shape(mesh, *self.block)
 
     def value(self, raw: Tensor, mesh: Mesh, deferred: bool = False) -> Tensor:
         """Return the output with this storage.
@@ -82,11 +79,6 @@ def nan(dtype: torch.dtype, mesh: Mesh) -> Tensor:
     """Return one element that must not be used: NaN, so that a use shows in the loss."""
     value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
     return torch.full((), value, dtype=dtype, device=mesh.device)
-
-
-def unlocked(leaf: Tensor) -> Tensor:
-    """Return a leaf of autograd as a tensor in the same memory that may be written in place."""
-    return mapped(leaf, lambda g: g, Tensor.detach) if leaf.requires_grad else leaf
 
 
 def block_of_output(x: Tensor) -> Tensor:
@@ -111,25 +103,32 @@ def block_that_crosses(x: Any) -> Tensor:
 
 
 def spec_of(x: Any) -> Any:
-    """Return the spec of a tensor, any other value as it is."""
+    """Return the spec of a tensor, any other value as it is; on shapes, blocks are of one rank."""
     if not isinstance(x, Tensor):
         return x
-    if not isinstance(x, ShardedTensor):
-        return OutputSpec(None, x.shape, x.dtype, x.requires_grad)
-    x = settle(x)
-    place = x.place._replace(deferred=frozenset())
-    return OutputSpec(place, x.shape, x.raw.dtype, x.raw.requires_grad)
+    place, raw = None, block_of_output(x)
+    if isinstance(x, ShardedTensor):
+        place = settle(x).place._replace(deferred=frozenset())
+    return OutputSpec(place, raw.shape, raw.dtype, raw.requires_grad)
 
 
 class Returned(NamedTuple):
     """Result of a call: specs of its tensors and other leaves, and their tree.
 
     ``draws``  random keys that the forward had drawn before the call, and after it.
+    ``began``  the cost of the forward before the call.
+    ``inner``  calls of its submodules whose hooks take outputs (path, call), as transformers
+               collects hidden states and router logits.
     """
 
     leaves: tuple[Any, ...]
     tree: Any
     draws: tuple[int, int] = (0, 0)
+    began: float = 0.0
+    inner: Sequence[tuple[str, UnitCall]] = ()
+
+
+Calls = dict[UnitCall, Returned]
 
 
 class AllSent(BaseException):
@@ -137,40 +136,18 @@ class AllSent(BaseException):
 
 
 @dataclass(eq=False)
-class CallRecord:
-    """Calls of units in a forward, in order, and what each returns.
-
-    ``inner``  for a call, those of its submodules whose hooks take outputs (path, call), as
-               transformers collects hidden states and router logits.
-    ``began``  the cost of the forward before each call.
-    ``free``   calls that depend on no parameter and no input: every stage makes them.
-    """
-
-    order: list[UnitCall] = field(default_factory=list)
-    returned: dict[UnitCall, Returned] = field(default_factory=dict)
-    inner: dict[UnitCall, list[tuple[str, UnitCall]]] = field(default_factory=dict)
-    began: dict[UnitCall, float] = field(default_factory=dict)
-    free: set[UnitCall] = field(default_factory=set)
-
-    def spec(self, output: Output) -> OutputSpec:
-        return self.returned[output.call].leaves[output.leaf]
-
-    def rank(self, output: Output) -> tuple[int, int]:
-        """Return a key by which outputs are sorted as forward makes them."""
-        return self.order.index(output.call), output.leaf
-
-
-@dataclass(eq=False)
 class UnitForward:
     """State of one run: how often each unit was called.
 
+    ``calls``     of units, and of submodules in ``Returned.inner``, in order.
     ``pipeline``  the module with stages that it runs, if it is known: no other is called.
+    ``blocks``    runs it on blocks, which are whole on the one rank of a stage, see apply.py.
     """
 
-    calls: CallRecord
+    calls: Calls
     pipeline: object = None
     turns: dict[str, int] = field(default_factory=dict)
-    blocks = None
+    blocks: Callable[..., Any] | None = None
 
     def next_call(self, unit: str) -> UnitCall:
         turn = self.turns[unit] = self.turns.get(unit, -1) + 1
@@ -183,29 +160,17 @@ class UnitForward:
             fix = "loss = lambda params, *batch: apply(params, *batch).mean()"
             raise ShardError(why, op="value_and_grad", fix=fix)
 
-    def region(self) -> "Callable[[], UnitForward]":
-        """Begin a region that is recomputed; return the function that makes a run for it."""
-        raise NotImplementedError
 
-    @contextmanager
-    def hooked(self, call: UnitCall, m: nn.Module) -> Iterator[None]:
-        """Call ``took`` with the results of submodules that have hooks, during a call of a unit."""
-        handles = [
-            sub.register_forward_hook(partial(self._hook, call, path))
-            for path, sub in m.named_modules()
-            if path and sub._forward_hooks
-        ]
-        try:
-            yield
-        finally:
-            for h in handles:
-                h.remove()
-
-    def _hook(self, around: UnitCall, path: str, m: nn.Module, args: Any, out: Any) -> None:
-        self.took(around, path, self.next_call(f"{around.unit}/{path}"), out)
-
-    def took(self, around: UnitCall, path: str, call: UnitCall, out: Any) -> None:
-        raise NotImplementedError
+@contextmanager
+def _hooked(m: nn.Module, took: Callable[..., None]) -> Iterator[None]:
+    """Call ``took(path, submodule, args, out)`` for each submodule with hooks that is called."""
+    hooked = [(path, sub) for path, sub in m.named_modules() if path and sub._forward_hooks]
+    handles = [sub.register_forward_hook(partial(took, path)) for path, sub in hooked]
+    try:
+        yield
+    finally:
+        for h in handles:
+            h.remove()
 
 
 class Views:
@@ -215,28 +180,26 @@ class Views:
     """
 
     def __init__(self, values: Iterable[object]) -> None:
-        self.tensors = {id(x): x for x in values if isinstance(x, Tensor)}
-        self.raws = {i: raw_of(x) for i, x in self.tensors.items()}
-        self.versions = {i: raw._version for i, raw in self.raws.items()}
-        self.views = {i: raw.view_as(raw) for i, raw in self.raws.items()}
-        self.own = {i: with_raw(x, self.views[i]) for i, x in self.tensors.items()}
+        # id of a tensor -> its block, the block's version and view, and a value with the view
+        self.made: dict[int, tuple[Tensor, int, Tensor, Tensor]] = {}
+        for x in values:
+            if isinstance(x, Tensor):
+                raw = raw_of(x)
+                view = raw.view_as(raw)
+                own = x.becomes(view) if isinstance(x, ShardedTensor) else view
+                self.made[id(x)] = raw, raw._version, view, own
 
     def of(self, x: Any) -> Any:
         """Return the view of a tensor, any other value as it is."""
-        return self.own.get(id(x), x)
+        return self.made[id(x)][3] if id(x) in self.made else x
 
     def written(self) -> list[Tensor]:
         """List the blocks of tensors that were written to through their views."""
         return [
             raw
-            for i, raw in self.raws.items()
-            if raw._version != self.versions[i] or raw_of(self.own[i]) is not self.views[i]
+            for raw, version, view, own in self.made.values()
+            if raw._version != version or raw_of(own) is not view
         ]
-
-
-def with_raw(x: Any, raw: Any) -> Any:
-    """Return a value of its own with this block; a plain value is its block."""
-    return x.becomes(raw) if isinstance(x, ShardedTensor) else raw
 
 
 @dataclass(eq=False)
@@ -248,45 +211,33 @@ class WholeForward(UnitForward):
 
     flow: Dependences = field(default_factory=Dependences)
     drawn: int = 0
-    number = None
 
     def call(
         self, unit: str, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         call = self.next_call(unit)
-        self.calls.order.append(call)
-        self.calls.began[call] = self.flow.cost
-        before = self.drawn
-        with self.hooked(call, m), self.flow.call(call):
+        before, began = self.drawn, self.flow.cost
+        inner: list[tuple[str, UnitCall]] = []
+        with _hooked(m, partial(self._took, unit, inner)), self.flow.call(call):
             given = Views([*args, *kwargs.values()])
             out = forward(*map(given.of, args), **{k: given.of(x) for k, x in kwargs.items()})
             if isinstance(out, Tensor):
                 out = Views([out]).of(out)
             elif type(out) in (tuple, list):
                 out = type(out)(map(Views(out).of, out))
-        for x in given.written():
-            self.flow.belongs(x, call)
-        self._note(call, out, call, (before, self.drawn))
-        raws = [block_of_output(x) for x in tree_flatten(out)[0] if isinstance(x, Tensor)]
-        if not any(x.requires_grad or self.flow.reaches(x) for x in raws):
-            self.calls.free.add(call)
+            for x in given.written():
+                self.flow.write(x)
+            self._note(call, out, (before, self.drawn), began, inner)
         return out
 
-    def region(self) -> Callable[[], UnitForward]:
-        return lambda: WholeForward(CallRecord())
+    def _took(self, unit: str, inner: list[Any], path: str, m: Any, args: Any, out: Any) -> None:
+        inner.append((path, self.next_call(f"{unit}/{path}")))
+        self._note(inner[-1][1], out)
 
-    def took(self, around: UnitCall, path: str, call: UnitCall, out: Any) -> None:
-        self.calls.order.append(call)
-        self._note(call, out, around)
-        self.calls.inner.setdefault(around, []).append((path, call))
-
-    def _note(
-        self, call: UnitCall, out: Any, around: UnitCall, draws: tuple[int, int] = (0, 0)
-    ) -> None:
+    def _note(self, call: UnitCall, out: Any, *more: Any) -> None:
         leaves, tree = tree_flatten(out)
-        self.flow.hand_over((raw_of(x) for x in leaves if isinstance(x, Tensor)), around)
         refuse_unregistered(call, leaves)
-        self.calls.returned[call] = Returned(tuple(map(spec_of, leaves)), tree, draws)
+        self.calls[call] = Returned(tuple(map(spec_of, leaves)), tree, *more)
         for i, x in enumerate(leaves):
             if isinstance(x, Tensor):
                 self.flow.cross(raw_of(x), Output(call, i))
@@ -302,7 +253,7 @@ def refuse_unregistered(call: object, leaves: Iterable[object]) -> None:
             raise Unsupported(why, op="parallelize", fix=fix)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class StageForward(UnitForward):
     """A run of the units of one stage.
 
@@ -312,34 +263,31 @@ class StageForward(UnitForward):
     ``draws``   the random keys of this run, which follow the whole forward's.
     ``ghosts``  the ghosts' memory, by shape and dtype: all share it, and it may be written to.
     ``copies``  whether copies of what was received are handed out.
-    ``blocks``  runs the module on blocks, which are whole on the one rank of a stage, see apply.py.
     """
 
-    mesh: Mesh = field(kw_only=True)
-    owner: Mapping[UnitCall, int] = field(kw_only=True)
-    number: int = field(kw_only=True)
-    wanted: frozenset[Output] = field(kw_only=True)
+    mesh: Mesh
+    owner: Mapping[UnitCall, int]
+    number: int
+    wanted: frozenset[Output]
     given: Mapping[Output, Tensor] = field(default_factory=dict)
     found: dict[Output, Tensor] = field(default_factory=dict)
     draws: Draws | None = None
     drawn: int = 0
     ghosts: dict[Any, Tensor] = field(default_factory=dict)
     copies: bool = False
-    blocks: Callable[..., Any] | None = None
 
     def call(
         self, unit: str, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         call = self.next_call(unit)
-        returned = self.calls.returned.get(call)
-        if returned is None:
+        if (returned := self.calls.get(call)) is None:
             why = f"{call} was not called when the stages were cut"
             fix = "module.eval()  # blocks that are skipped at random, as by LayerDrop, are not cut"
             raise Unsupported(why, op="apply", mesh=self.mesh, fix=fix)
         if self.draws is not None:
             self.draws.go_to(returned.draws[0])
         if self.owner.get(call, self.number) == self.number:
-            with self.hooked(call, m) if call in self.calls.inner else nullcontext():
+            with _hooked(m, partial(self._took, unit)) if returned.inner else nullcontext():
                 out = forward(*args, **kwargs)
             self._keep(call, out)
         else:
@@ -348,7 +296,8 @@ class StageForward(UnitForward):
             self.draws.go_to(returned.draws[1])
         return out
 
-    def region(self) -> Callable[[], UnitForward]:
+    def region(self) -> "Callable[[], StageForward]":
+        """Begin a region that is recomputed; return the function that makes a run for it."""
         # the region may write to what was received, which its recomputation needs again
         self.copies = True
         # without its outputs, see recompute.py
@@ -360,8 +309,8 @@ class StageForward(UnitForward):
 
         return again
 
-    def took(self, around: UnitCall, path: str, call: UnitCall, out: Any) -> None:
-        self._keep(call, out, last=False)
+    def _took(self, unit: str, path: str, m: nn.Module, args: Any, out: Any) -> None:
+        self._keep(self.next_call(f"{unit}/{path}"), out, last=False)
 
     def _keep(self, call: UnitCall, out: Any, last: bool = True) -> None:
         """Keep the wanted outputs of a call; break the run off if all of them are there."""
@@ -376,12 +325,14 @@ class StageForward(UnitForward):
 
     def _left_out(self, call: UnitCall, m: nn.Module, returned: Returned) -> Any:
         """Return the result of a call of another stage, and give its submodules' hooks theirs."""
-        for path, inner in self.calls.inner.get(call, ()):
-            sub, out = m.get_submodule(path), self._result(inner, self.calls.returned[inner])
+        for path, inner in returned.inner:
+            sub, out = m.get_submodule(path), self._result(inner, self.calls[inner])
             self.turns[inner.unit] = inner.turn
+            unsent = _Unsent()
+            unsent.call = inner
             for key, hook in list(sub._forward_hooks.items()):
                 given = ({},) if key in sub._forward_hooks_with_kwargs else ()
-                hook(sub, _Unsent(inner), *given, out)
+                hook(sub, unsent, *given, out)
         return self._result(call, returned)
 
     def _result(self, call: UnitCall, returned: Returned) -> Any:
@@ -395,22 +346,17 @@ class StageForward(UnitForward):
         if not isinstance(spec, OutputSpec):
             return spec
         # the shape of a block, from its layout, is computed once for each output
-        if (ghost := self.ghosts.get((self.calls, output))) is None:
-            key = block, _ = spec.block(self.mesh), spec.dtype
+        if (ghost := self.ghosts.get(id(spec))) is None:
+            key = stored, _ = spec.stored(self.mesh), spec.dtype
             if key not in self.ghosts:
-                self.ghosts[key] = nan(spec.dtype, self.mesh).repeat(block)
-            ghost = self.ghosts[self.calls, output] = self.ghosts[key]
+                self.ghosts[key] = nan(spec.dtype, self.mesh).repeat(stored)
+            ghost = self.ghosts[id(spec)] = self.ghosts[key]
         raw = ghost.detach()
         return raw if self.blocks else spec.value(raw, self.mesh)
 
 
 class _Unsent(tuple[Any, ...]):
     """Arguments of a submodule's call on another stage, which are not sent: a read raises."""
-
-    def __new__(cls, call: UnitCall) -> "_Unsent":
-        new = super().__new__(cls)
-        new.call = call
-        return new
 
     call: UnitCall
 

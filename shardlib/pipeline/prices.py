@@ -5,7 +5,7 @@ what runs: operations, bytes moved inside a stage, and tensors that a forward ke
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -14,7 +14,6 @@ from torch import Tensor
 
 from shardlib._compat import tree_flatten
 from shardlib.collectives import Event, Trace, trace
-from shardlib.cost import slowest
 from shardlib.grad import GradientSums, frozen
 from shardlib.mesh import Link, record, within
 from shardlib.microbatches import MicroBatches
@@ -24,42 +23,37 @@ from shardlib.optim.transform import Transform
 from shardlib.pipeline.cut import Cut
 from shardlib.pipeline.forward import block_of_output
 from shardlib.pipeline.schedules import Action, PipelineSchedule, timeline
-from shardlib.pipeline.step import PipelineStep, Traffic
+from shardlib.pipeline.step import PipelineStep, Traffic, last_gradients
 from shardlib.planning.cluster import Cluster
 from shardlib.planning.explain import CallRecorder, bytes_of, sink_of
 from shardlib.planning.explanation import PipelineExplanation, PlaceCost, StageCost
-from shardlib.planning.work import Meter, StepWork
+from shardlib.planning.work import Meter, Rates, StepWork
 
 
 class ActionCost(NamedTuple):
-    """Cost of an action: its operations, transfers inside the stage, and bytes of memory.
+    """Cost of an action: its work, with the transfers inside the stage, and bytes of memory.
 
-    ``touched``  the bytes that its operators read and write.
     ``kept``  the bytes that it leaves, fewer than 0 where it frees some; ``most`` it needs meanwhile.
     """
 
-    flops: float
-    touched: float
+    work: StepWork
     events: list[Event]
     kept: int
     most: int
 
 
-class _Mail:
-    """Messages on shapes: each is received into memory of its own."""
-
-    def __init__(self) -> None:
-        self.sent: dict[Any, tuple[torch.Size, torch.dtype]] = {}
+class _Mail(dict[Any, tuple[torch.Size, torch.dtype]]):
+    """Messages on shapes: each is received into memory of its own, and what is sent has none."""
 
     def send(self, label: object, block: Tensor, to: int) -> None:
-        self.sent[label] = block.shape, block.dtype
-
-    def answered(self, label: object, by: int) -> None:
-        """Keep nothing: what is sent has no memory."""
+        self[label] = block.shape, block.dtype
 
     def take(self, label: object) -> Tensor:
-        shape, dtype = self.sent.pop(label)
+        shape, dtype = self.pop(label)
         return torch.empty(shape, dtype=dtype, device="meta")
+
+    def answered(self, label: object, by: int) -> None:
+        """Release nothing."""
 
 
 class _PaperStep(PipelineStep):
@@ -74,22 +68,21 @@ class _PaperStep(PipelineStep):
         table: PipelineSchedule, tx: Transform | None, parts: bool,
     ) -> None:  # fmt: skip
         axes = {pipeline.stages.axis: table.size, **pipeline.paper.axes}
-        paper = replace(pipeline, mesh=record(**axes), inner=pipeline.paper)
-        paper.ranks, paper.first = table.ranks, cuts[0]
+        paper = replace(pipeline, mesh=record(**axes), inner=pipeline.paper, ranks=table.ranks)
+        paper.first = cuts[0]
         held = {n: cuts[0].holders(n, table.ranks) for n in paper.whole}
-        self.own = [
-            {n: x for n, x in paper.whole.items() if r in held[n]} for r in range(table.size)
-        ]
+        places = range(table.size)
+        self.own = [{n: x for n, x in paper.whole.items() if r in held[n]} for r in places]
         self.parts = [tx.shard(x) if parts else x for x in self.own]
         sinks = [None if tx is None else sink_of(tx, x) for x in self.parts]
         self.of_place = [GradientSums(x, (), k) for x, k in zip(self.parts, sinks, strict=True)]
-        traffic = Traffic(cuts, table, paper.inner)
+        traffic = Traffic(cuts, table, paper.inner, places)
         super().__init__(paper, f, traffic, MicroBatches(*given, 1), self.of_place[0])
         self.messages: Any = _Mail()
         self.costs: dict[tuple[str, int], ActionCost] = {}
         self.tx, self.module = tx, pipeline
         # sums over axes are those of a place, not of an action
-        self.open.clear()
+        traffic.ends = {}
 
     def rehearse(self) -> None:
         """Price the actions of a micro-batch."""
@@ -99,9 +92,7 @@ class _PaperStep(PipelineStep):
             for n, held_back in zip(names, frozen(list(names.values())), strict=True):
                 if not held_back:
                     total.of(n)
-        kinds = {a.kind for row in self.table.tables for a in row}
-        # the call of the module knows this one
-        self.pipeline, paper = self.module, self.pipeline
+        kinds = self.traffic.kinds
         with Paths() as paths, trace() as t, Meter(StepWork()) as meter:
             self.watch = CallRecorder(t, self.inner.size, True, paths)
             self.meter, self.events = meter, t.events
@@ -111,60 +102,66 @@ class _PaperStep(PipelineStep):
                 for kind in after:
                     for s in reversed(range(self.table.stages)):
                         self._do(Action(kind, s, 0))
-        self.pipeline = paper
 
     def _do(self, a: Action) -> None:
         self.sums, m, n = self.of_place[self.ranks[a.stage]], self.meter, len(self.events)
-        flops, read, before, m.peak = m.work.flops, m.work.touched, m.now, m.now
+        before, m.peak = m.now, m.now
+        m.work = work = StepWork()
         self.watch.turn(None)
         with within(watcher=self.watch):
             super()._do(a)
         self.watch.turn(None)
-        self.costs[a.kind, a.stage] = ActionCost(
-            m.work.flops - flops,
-            m.work.touched - read,
-            self.events[n:],
-            m.now - before,
-            m.peak - before,
-        )
+        work.add(self.events[n:])
+        cost = ActionCost(work, self.events[n:], m.now - before, m.peak - before)
+        self.costs[a.kind, a.stage] = cost
 
-    def stage(self, s: int, links: Mapping[str, Link], cluster: Cluster) -> StageCost:
-        """Return the cost of a stage, at the speed of a cluster's ranks."""
+    def stage(self, s: int, rates: Rates) -> StageCost:
+        """Return the cost of a stage."""
         found = {kind: cost for (kind, at), cost in self.costs.items() if at == s}
         sends: dict[int, int] = defaultdict(int)
         for kind in "FB":
-            for label, to in self.traffic.sends(Action(kind, s, 0)):
+            for label, to in self.traffic.sends[Action(kind, s, 0)]:
                 if self.ranks[to] != self.ranks[s]:
-                    sends[to] += self.cuts[0].spec(label.output).nbytes(self.inner)
+                    sends[to] += self.cuts[0].spec(label.output).nbytes
         return StageCost(
             self.cuts[0].named(s), self.ranks[s],
-            {
-                k: c.flops / cluster.flops + c.touched / cluster.bandwidth + _moving(c.events, links)
-                for k, c in found.items()
-            },
+            {k: rates.seconds(c.work) for k, c in found.items()},
             {k: Trace(c.events) for k, c in found.items()}, dict(sends), found["F"].kept,
         )  # fmt: skip
 
-    def place(self, r: int, links: Mapping[str, Link]) -> PlaceCost:
+    def place(self, r: int, rates: Rates) -> PlaceCost:
         """Return the cost of a place on the axis; its sums of gradients end."""
         with trace() as t, Meter(StepWork()) as meter:
             self.of_place[r].finish()
-        tied, nbytes = self.tied, self.pipeline.nbytes
-        names = [n for n, ranks in tied.items() if r in ranks for _ in ranks[1:]]
-        ties = sum(links[self.axis].seconds(nbytes(n)) for n in names)
-        seconds = _moving(t.events, links) + ties
-        most = max(
-            _most(self.table.tables[r], self.costs, self.traffic.ends, meter.peak), meter.peak
-        )
+        meter.work.add(t.events)
+        nbytes = self.pipeline.nbytes
+        names = [n for n, ranks in self.tied.items() if r in ranks for _ in ranks[1:]]
+        ties = sum(rates.links[self.axis].seconds(nbytes(n)) for n in names)
         state = 0 if self.tx is None else bytes_of(self.tx.init(self.parts[r]))
-        gradients = sum(map(nbytes, self.own[r]))
-        return PlaceCost(bytes_of(self.parts[r]), state, gradients, most, t, seconds)
+        return PlaceCost(
+            bytes_of(self.parts[r]), state, sum(map(nbytes, self.own[r])),
+            self._most(r, meter.peak), t, rates.moving(meter.work.along) + ties,
+        )  # fmt: skip
 
-    def sent(self) -> Trace:
-        """Count the messages of a step between stages."""
-        with trace() as t:
-            self._count()
-        return t
+    def _most(self, r: int, finish: int) -> int:
+        """Compute the most bytes on a rank, of what is in flight and of what an action needs.
+
+        ``finish``  the bytes of the buckets of sums, which the first last gradient fills.
+        """
+        now, most, buckets = 0, finish, finish
+        kept: dict[tuple[int, int], int] = defaultdict(int)
+        row = self.table.tables[r]
+        ends = last_gradients(row, self.cuts)
+        for a in row:
+            cost, key = self.costs[a.kind, a.stage], (a.stage, a.micro)
+            if a in ends:
+                now, buckets = now + buckets, 0
+            most = max(most, now + cost.most)
+            # backward frees all that is left
+            change = -kept[key] if a.kind in "BW" else cost.kept
+            kept[key] += change
+            now += change
+        return most
 
     def _add_loss(self, loss: object, micro: int) -> Tensor:
         # blocks have no values: any scalar that depends on the whole result does
@@ -185,44 +182,20 @@ def explained(
     step.rehearse()
     # links as measured, else those of the cluster
     links = {"one": Link(), **cluster.links(pipeline.mesh.axes), **pipeline.mesh.links}
-    stages = [step.stage(s, links, cluster) for s in range(table.stages)]
-    places = [step.place(r, links) for r in range(table.size)]
+    rates = Rates(links, cluster.flops, cluster.bandwidth)
+    stages = [step.stage(s, rates) for s in range(table.stages)]
+    places = [step.place(r, rates) for r in range(table.size)]
     line = timeline(
         table,
         lambda a: stages[a.stage].seconds[a.kind],
         lambda source, to: links[step.axis].seconds(stages[source].sends.get(to, 0)),
-        {s: sorted({cuts[0].source(k) for k in cuts[0].needs[s]}) for s in range(table.stages)},
+        {s: {t for _, t in step.traffic.receives[Action("F", s, 0)]} for s in range(table.stages)},
     )
+    with trace() as sent:
+        step.count()
     top = max(places, key=lambda p: p.peak)
     return PipelineExplanation(
         step.watch.rows, dict(pipeline.mesh.axes), top.parameters,
         top.gradients + top.transient, top.state,
-        stages=stages, places=places, schedule=table, line=line, sent=step.sent(),
+        stages=stages, places=places, schedule=table, line=line, sent=sent,
     )  # fmt: skip
-
-
-def _most(
-    row: Sequence[Action], costs: Mapping[tuple[str, int], ActionCost],
-    ends: Mapping[Action, Sequence[str]], finish: int,
-) -> int:  # fmt: skip
-    """Compute the most bytes on a rank, of all micro-batches in flight and of what an action needs.
-
-    ``ends``, ``finish``  the actions that make last gradients, and the bytes of their buckets.
-    """
-    now = most = 0
-    kept: dict[tuple[int, int], int] = defaultdict(int)
-    for a in row:
-        cost, key = costs[a.kind, a.stage], (a.stage, a.micro)
-        if a in ends:
-            now, finish = now + finish, 0
-        most = max(most, now + cost.most)
-        # backward frees all that is left
-        change = -kept[key] if a.kind in "BW" else cost.kept
-        kept[key] += change
-        now += change
-    return most
-
-
-def _moving(events: Sequence[Event], links: Mapping[str, Link]) -> float:
-    """Add the seconds of transfers."""
-    return sum(slowest(e.axis.split(), links).seconds(float(e.bytes), e.messages) for e in events)

@@ -39,8 +39,6 @@ Tables = Sequence[Sequence[tuple[str, int, int]]]
 """Actions of each rank in order; an action may be a plain (kind, stage, micro-batch)."""
 
 Made = TypeVar("Made", bound=Callable[[int, int, int], Tables])
-Needs = Mapping[int, Iterable[int]]
-"""Stages from which each stage receives in forward."""
 
 
 @dataclass(frozen=True)
@@ -74,11 +72,7 @@ class PipelineSchedule:
 _HELD = {"F": 1, "B": -1, "I": 0, "W": -1}
 
 
-# ------------------------------------------------------------ registry
-
-
-@dataclass(frozen=True)
-class _Maker:
+class _Maker(NamedTuple):
     """Registered maker of tables; the fields as in ``register``."""
 
     tables: Callable[[int, int, int], Tables]
@@ -131,13 +125,15 @@ def register(
     >>> schedule("one_by_one", 2, 2).held(0)
     1
     """
-    fix = "sl.extend.schedule('mine', stages_per_rank=1)"
+    why = ""
     if not (isinstance(name, str) and name):
-        raise ShardError(f"{name!r} is no name", op="extend.schedule", fix=fix)
-    if name in _MAKERS and _MAKERS[name].tables.__module__ == __name__:
-        raise ShardError(f"{name!r} is a built-in schedule", op="extend.schedule", fix=fix)
-    if stages_per_rank is not None and not _is_count(stages_per_rank):
+        why = f"{name!r} is no name"
+    elif name in _MAKERS and _MAKERS[name].tables.__module__ == __name__:
+        why = f"{name!r} is a built-in schedule"
+    elif stages_per_rank is not None and not _is_count(stages_per_rank):
         why = f"stages_per_rank is a number of stages or None, not {stages_per_rank!r}"
+    if why:
+        fix = "sl.extend.schedule('mine', stages_per_rank=1)"
         raise ShardError(why, op="extend.schedule", fix=fix)
 
     def enter(tables: Made) -> Made:
@@ -225,29 +221,20 @@ def _refused(why: str, fix: str = "sl.Stages('pipe', schedule='1f1b')") -> Shard
     return ShardError(why, op="schedule", fix=fix)
 
 
-# ------------------------------------------------------------ built-in schedules
-
-
 @register("gpipe")
 def _gpipe(p: int, m: int, v: int) -> list[Row]:
-    """List all forwards, then all backwards, stage by stage."""
-    rows = []
-    for i in range(p):
-        own = range(i, p * v, p)
-        row = [Action("F", s, k) for s in own for k in range(m)]
-        rows.append(row + [Action("B", s, k) for s in reversed(own) for k in range(m)])
-    return rows
+    return [_in_turn(p, m, v, i, ahead=m, each=m) for i in range(p)]
 
 
 @register("1f1b", stages_per_rank=1)
 def _one_f_one_b(p: int, m: int, v: int) -> list[Row]:
-    return [_in_turn(p, m, v, i, ahead=p - 1 - i) for i in range(p)]
+    return [_in_turn(p, m, v, i, ahead=p - 1 - i, each=p) for i in range(p)]
 
 
 @register("interleaved")
 def _interleaved(p: int, m: int, v: int) -> list[Row]:
     _check_rounds("interleaved", p, m)
-    return [_in_turn(p, m, v, i, ahead=2 * (p - 1 - i)) for i in range(p)]
+    return [_in_turn(p, m, v, i, ahead=2 * (p - 1 - i), each=p) for i in range(p)]
 
 
 @register("zb")
@@ -259,31 +246,31 @@ def _zb_h1(p: int, m: int, v: int) -> list[Row]:
     """
     if v > 1:
         _check_rounds(f"zb with {v} stages per rank", p, m)
-    return [_in_turn(p, m, v, i, ahead=p - 1 - i, parted=True) for i in range(p)]
+    return [_in_turn(p, m, v, i, ahead=p - 1 - i, each=p, parted=True) for i in range(p)]
 
 
 def _check_rounds(what: str, p: int, m: int) -> None:
-    """Check that micro-batches can be taken p at a time."""
     if m % p:
         why = f"{what} takes micro-batches {p} at a time, one per rank; {m} is no multiple of {p}"
         raise _refused(why, f"sl.value_and_grad(loss, microbatches={-(-m // p) * p})")
 
 
-def _in_turn(p: int, m: int, v: int, i: int, ahead: int, parted: bool = False) -> Row:
-    """List forwards ahead, then a forward and a backward in turn, in rounds of p micro-batches.
+def _in_turn(p: int, m: int, v: int, i: int, ahead: int, each: int, parted: bool = False) -> Row:
+    """List forwards ahead, then a forward and a backward in turn, in rounds of micro-batches.
 
-    A round passes through the first stage of the rank, then through its next one.
+    A round, of ``each`` micro-batches, passes through the first stage of rank i, then its next one.
     ``ahead``   the number of forwards ahead, beyond those of the stages before the last.
     ``parted``  I in place of B, and i actions later its W.
     """
 
-    def listed(kind: str) -> Row:
-        own = range(i, p * v, p) if kind == "F" else range(i, p * v, p)[::-1]
-        return [Action(kind, own[n // p % v], n // (p * v) * p + n % p) for n in range(m * v)]
+    def listed(kind: str, own: range) -> Row:
+        at = [(n // each % v, n // (each * v) * each + n % each) for n in range(m * v)]
+        return [Action(kind, own[s], k) for s, k in at]
 
-    forward, backward = listed("F"), listed("I" if parted else "B")
-    late: list[Action | None] = [*[None] * i, *listed("W")] if parted else []
-    first = ahead + (v - 1) * p
+    own = range(i, p * v, p)
+    forward, backward = listed("F", own), listed("I" if parted else "B", own[::-1])
+    late: list[Action | None] = [*[None] * i, *listed("W", own[::-1])] if parted else []
+    first = ahead + (v - 1) * each
     rest = zip_longest(forward[first:], backward, late)
     return forward[:first] + [a for group in rest for a in group if a is not None]
 
@@ -336,19 +323,15 @@ def _numbered(text: str, own: tuple[int, int]) -> Row:
     for kind, *which in text.split():
         stages = [own[int(n)] for n in which] or own
         if kind == "W":
-            oldest = next(a for a in late if a.stage in stages)
-            late.remove(oldest)
-            row.append(oldest._replace(kind="W"))
+            row.append(next(a for a in late if a.stage in stages))
+            late.remove(row[-1])
+            row[-1] = row[-1]._replace(kind="W")
             continue
-        n = kind == "F", stages[0]
-        row.append(Action(kind, stages[0], counts[n]))
-        counts[n] += 1
+        row.append(Action(kind, stages[0], counts[kind == "F", stages[0]]))
+        counts[kind == "F", stages[0]] += 1
         if kind == "I":
             late.append(row[-1])
     return row
-
-
-# ------------------------------------------------------------ time
 
 
 @dataclass(frozen=True)
@@ -375,30 +358,33 @@ class PipelineTimeline:
         return 1 - sum(self.busy) / (len(self.busy) * self.seconds)
 
 
-def ticks(action: Action) -> float:
-    """Return the cost of an action where B costs 2, and F, I and W cost 1 each."""
-    return 2.0 if action.kind == "B" else 1.0
-
-
 def timeline(
     s: PipelineSchedule,
-    cost: Callable[[Action], float] = ticks,
+    cost: Callable[[Action], float] = lambda a: 1.0 + (a.kind == "B"),
     hop: Callable[[int, int], float] = lambda source, target: 0.0,
-    needs: Needs | None = None,
+    needs: Mapping[int, Iterable[int]] | None = None,
 ) -> PipelineTimeline:
     """Compute when each action of a schedule begins and ends.
 
-    ``cost``   of an action.
+    ``cost``   of an action; by default B costs 2, and F, I and W cost 1 each.
     ``hop``    the time of a transfer from a stage to another on another rank; both compute
                meanwhile, and from one rank to another one message follows the other.
-    ``needs``  the stages from which each stage receives; by default the one before.
+    ``needs``  the stages from which each stage receives in forward; by default the one before.
     Raises: ShardError, with the action at which each rank waits, for a table that does not end.
 
     >>> found = timeline(schedule("zb", 4, 8))
     >>> round(found.bubble, 3), found.seconds, found.in_flight
     (0.111, 27.0, (4, 4, 4, 4))
     """
-    before, users = _inputs(s, needs)
+    takes = _sources({t: [t - 1] for t in range(1, s.stages)} if needs is None else needs)
+    gives = {"F": takes["I"], "I": takes["F"], "W": takes["W"]}
+
+    def before(a: Action) -> Row:
+        kind = _result(a).kind
+        own = {"F": "", "I": "F", "W": "I"}[kind]
+        received = [Action(kind, t, a.micro) for t in takes[kind][a.stage]]
+        return received + [a._replace(kind=k) for k in own]
+
     begins: dict[Action, float] = {}
     ends: dict[Action, float] = {}
     # (result, stage) -> when it is there; (rank, rank) -> until when that link carries messages
@@ -406,27 +392,20 @@ def timeline(
     carries: dict[tuple[int, int], float] = {}
     free = [0.0] * s.size
     left = [deque(row) for row in s.tables]
-
-    def sent(a: Action) -> None:
-        result, at = _result(a), s.ranks[a.stage]
-        there[result, a.stage] = ends[a]
-        for stage in users(result):
-            link = at, s.ranks[stage]
-            if link[0] == link[1]:
-                there[result, stage] = ends[a]
-                continue
-            carries[link] = max(ends[a], carries.get(link, 0.0)) + hop(a.stage, stage)
-            there[result, stage] = carries[link]
-
     progress = True
     while progress:
         progress = False
         for rank, row in enumerate(left):
             while row and all((x, row[0].stage) in there for x in before(row[0])):
                 a, progress = row.popleft(), True
-                begins[a] = max([free[rank], *(there[x, a.stage] for x in before(a))])
-                ends[a] = free[rank] = begins[a] + cost(a)
-                sent(a)
+                result, stage = _result(a), a.stage
+                begins[a] = max([free[rank], *(there[x, stage] for x in before(a))])
+                ends[a] = free[rank] = there[result, stage] = begins[a] + cost(a)
+                for user in gives[result.kind][stage]:
+                    there[result, user] = ends[a]
+                    if (link := (rank, s.ranks[user])) != (rank, rank):
+                        there[result, user] = max(ends[a], carries.get(link, 0)) + hop(stage, user)
+                        carries[link] = there[result, user]
     if any(left):
         stuck = [f"rank {r} at {row[0]}" for r, row in enumerate(left) if row]
         raise _refused(f"{s.name} does not end: {', '.join(stuck)} wait for each other")
@@ -434,37 +413,19 @@ def timeline(
     return PipelineTimeline(begins, ends, busy, tuple(s.held(r) for r in range(s.size)))
 
 
+def _sources(needs: Mapping[int, Iterable[int]]) -> dict[str, dict[int, list[int]]]:
+    """Return kind -> stage -> the stages from which it receives results of this kind."""
+    found: dict[str, dict[int, list[int]]] = {k: defaultdict(list) for k in "FIW"}
+    for t, sources in needs.items():
+        for source in sources:
+            found["F"][t].append(source)
+            found["I"][source].append(t)
+    return found
+
+
 def _result(a: Action) -> Action:
     """Return the action under which a result is known: B gives the gradient of inputs as I does."""
     return a._replace(kind="I") if a.kind == "B" else a
-
-
-def _inputs(
-    s: PipelineSchedule, needs: Needs | None
-) -> tuple[Callable[[Action], Row], Callable[[Action], Iterable[int]]]:
-    """Return two functions: the results that an action takes, and the stages that take a result."""
-    sources = {t: [t - 1] for t in range(1, s.stages)} if needs is None else needs
-    targets = defaultdict(list)
-    for t, stages in sources.items():
-        for stage in stages:
-            targets[stage].append(t)
-
-    def before(a: Action) -> Row:
-        if a.kind == "F":
-            return [a._replace(stage=t) for t in sources.get(a.stage, ())]
-        if a.kind == "W":
-            return [a._replace(kind="I")]
-        return [a._replace(kind="F"), *(Action("I", t, a.micro) for t in targets[a.stage])]
-
-    def users(result: Action) -> Iterable[int]:
-        if result.kind == "F":
-            return targets[result.stage]
-        return sources.get(result.stage, ()) if result.kind == "I" else ()
-
-    return before, users
-
-
-# ------------------------------------------------------------ proof
 
 
 def check(s: PipelineSchedule) -> None:
@@ -478,15 +439,16 @@ def check(s: PipelineSchedule) -> None:
 
     Raises: ShardError with the first fault.
     """
-    for find in (_misplaced, _incomplete, _unpaired):
-        if why := next(find(s), ""):
-            raise _refused(f"{s.name}: {why}")
+    for why in _faults(s):
+        raise _refused(f"{s.name}: {why}")
     timeline(s)
 
 
-def _misplaced(s: PipelineSchedule) -> Iterator[str]:
+def _faults(s: PipelineSchedule) -> Iterator[str]:
     if set(s.ranks) != set(range(s.size)):
         yield f"there are {s.size} tables, and stages on the ranks {sorted(set(s.ranks))}"
+    kinds: dict[tuple[int, int], list[str]] = defaultdict(list)
+    order: dict[tuple[str, int], list[int]] = defaultdict(list)
     for rank, row in enumerate(s.tables):
         for a in row:
             if a.kind not in _HELD or a.stage not in range(s.stages):
@@ -495,24 +457,11 @@ def _misplaced(s: PipelineSchedule) -> Iterator[str]:
                 yield f"rank {rank} has {a}, and there are {s.micros} micro-batches"
             elif s.ranks[a.stage] != rank:
                 yield f"rank {rank} has {a}, whose stage is on rank {s.ranks[a.stage]}"
-
-
-def _incomplete(s: PipelineSchedule) -> Iterator[str]:
-    found = defaultdict(list)
-    for row in s.tables:
-        for a in row:
-            found[a.stage, a.micro].append(a.kind)
+            kinds[a.stage, a.micro].append(a.kind)
+            order[_result(a).kind, a.stage].append(a.micro)
     for stage, micro in product(range(s.stages), range(s.micros)):
-        kinds = " ".join(found[stage, micro])
-        if kinds not in ("F B", "F I W"):
-            yield f"stage {stage} has for micro-batch {micro} '{kinds}', not 'F B' or 'F I W'"
-
-
-def _unpaired(s: PipelineSchedule) -> Iterator[str]:
-    order = defaultdict(list)
-    for row in s.tables:
-        for a in map(_result, row):
-            order[a.kind, a.stage].append(a.micro)
+        if (found := " ".join(kinds[stage, micro])) not in ("F B", "F I W"):
+            yield f"stage {stage} has for micro-batch {micro} '{found}', not 'F B' or 'F I W'"
     for kind, stage in product("FI", range(s.stages)):
         first, here = order[kind, 0], order[kind, stage]
         if first != here:

@@ -5,11 +5,12 @@ that was cut: which rank runs which stage, and the cut of each function of it, k
 its inputs.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any, NamedTuple, TypeGuard, cast
+from typing import Any, TypeGuard, cast
 
 import optree
 import torch
@@ -30,12 +31,19 @@ from shardlib.modules.rules import Rules
 from shardlib.ops.registry import Why, case_of
 from shardlib.opspec import Args, Kwargs
 from shardlib.optim.transform import Transform
-from shardlib.pipeline.cut import Cut, Cutting, Params
+from shardlib.pipeline.cut import Cut, Params, cut_of
 from shardlib.pipeline.forward import UnitCall, nan, spec_of
 from shardlib.pipeline.prices import explained
-from shardlib.pipeline.schedules import PipelineSchedule, offered, placing, registered, schedule
-from shardlib.pipeline.step import PipelineStep, Traffic, forward_only
-from shardlib.pipeline.units import Fitting, blocks_of, units_of
+from shardlib.pipeline.schedules import (
+    Action,
+    PipelineSchedule,
+    offered,
+    placing,
+    registered,
+    schedule,
+)
+from shardlib.pipeline.step import PipelineStep, Traffic
+from shardlib.pipeline.units import blocks_of, fitting, units_of
 from shardlib.planning.cluster import Cluster, cluster_of
 from shardlib.planning.constant_folding import Answers, Known
 from shardlib.planning.explain import Inputs, call_of_stages, on_paper
@@ -111,9 +119,8 @@ class Stages:
         assert inner.outer is not None
         inner.outer.staged = True
         if spans_processes(mesh):
-            (here,) = pipeline.here
             holders = {n: tuple(first.holders(n, ranks)) for n in own}
-            inner.outer.hold(pipeline, holders, here)
+            inner.outer.hold(pipeline, holders, min(pipeline.here))
         return apply, params
 
     def _blocks(self, module: nn.Module) -> list[str]:
@@ -121,38 +128,26 @@ class Stages:
         known = dict(module.named_modules())
         for n in names:
             if n not in known:
-                why = f"blocks: {type(module).__name__} has no submodule {n!r}"
-                raise _error(
-                    why, "sl.Stages('pipe', blocks=[n for n, _ in model.named_children()])"
-                )
+                fix = "sl.Stages('pipe', blocks=[n for n, _ in model.named_children()])"
+                raise _error(f"blocks: {type(module).__name__} has no submodule {n!r}", fix)
         if not names:
             why = f"{type(module).__name__} has no list of alike modules to cut between"
             raise _error(why, "sl.Stages('pipe', blocks=['encoder', 'decoder'])")
         return names
 
-    def _count(self, placed_on_ranks: int) -> int | Sequence[str]:
-        """Return the number of stages, or their first blocks.  Raises: ShardError."""
+    def _count(self, number: int) -> int | Sequence[str]:
+        """Return the number of stages, or their first blocks; ``number``: as many as are placed."""
         if self.cut == "auto":
-            return placed_on_ranks
+            return number
         count = self.cut if isinstance(self.cut, int) else len(self.cut)
-        if isinstance(self.cut, str) or count != placed_on_ranks:
-            why = (
-                f"cut={self.cut!r} does not give the {placed_on_ranks} stages of {self.schedule!r}"
-            )
-            raise _error(why, f"sl.Stages({self.axis!r}, cut={placed_on_ranks})")
+        if isinstance(self.cut, str) or count != number:
+            why = f"cut={self.cut!r} does not give the {number} stages of {self.schedule!r}"
+            raise _error(why, f"sl.Stages({self.axis!r}, cut={number})")
         return self.cut
 
 
 def _error(why: str, fix: str) -> ShardError:
     return ShardError(why, op="parallelize", fix=fix)
-
-
-class Branch(NamedTuple):
-    """The cut of a function where the values that it asks for, as lengths, are ``values``."""
-
-    cut: Cut
-    answers: Answers
-    values: tuple[object, ...]
 
 
 @dataclass(eq=False)
@@ -162,10 +157,10 @@ class Pipeline:
     ``mesh``    the whole mesh; ``inner`` that of one stage; ``paper`` the same for shapes alone.
     ``ranks``   of each stage, its place on the axis.
     ``whole``   all parameters of the module, as shapes.
-    ``begins``  the call with which each stage begins.
     ``apply``   the call of the module.
     ``first``   the cut of its forward on example inputs.
-    ``cuts``    function, shapes, modes and hooks -> the cuts, one for each branch.
+    ``cuts``    function, shapes, modes and hooks -> for each branch its cut, and the values that
+                the function asks for there, as lengths: how they are computed, and what they are.
     ``traffic`` the schedule and the cuts of a step's micro-batches -> their messages.
     ``absent``  mesh -> what stands for parameters of other stages there.
     ``on_values``  whether the module calls functions of sharded values, so that blocks will not do.
@@ -178,10 +173,9 @@ class Pipeline:
     ranks: Sequence[int]
     whole: Params
     blocks: Sequence[str]
-    begins: Sequence[UnitCall] = ()
     apply: Any = None
     first: Cut = field(init=False)
-    cuts: dict[Any, list[Branch]] = field(default_factory=dict)
+    cuts: dict[Any, list[tuple[Cut, Answers, object]]] = field(default_factory=dict)
     traffic: dict[tuple[object, tuple[Cut, ...]], Traffic] = field(default_factory=dict)
     absent: dict[Mesh, dict[str, Tensor]] = field(default_factory=dict)
     on_values: bool = False
@@ -219,26 +213,21 @@ class Pipeline:
         x = self.whole[name]
         return x.raw.numel() * wider(x.dtype).itemsize
 
-    # ------------------------------------------------------------ cuts
-
     def first_cut(
-        self,
-        module: nn.Module,
-        rules: Rules,
-        given: Mapping[str, Any],
+        self, module: nn.Module, rules: Rules, given: Mapping[str, Any],
         stages: int | Sequence[str | UnitCall],
-    ) -> Cut:
+    ) -> Cut:  # fmt: skip
         """Cut forward on example inputs, where every axis has one rank, so that any size divides."""
         alone = record(device=self.inner.device_type, **dict.fromkeys(self.inner.axes, 1))
         apply, params = placed(module, rules, mesh=alone, blank=True, **given)
-        units = units_of(module, self.blocks)
-        apply.staged(self, units)
+        apply.staged(self, units_of(module, self.blocks))
         failed: Exception | None = None
         own = self.stages.example
         _refuse_in_training(module, only_calls=True)
         for example in example_inputs(module) if own is None else [own]:
             args, kwargs = called_with(example)
             if own is None:
+                # guessed inputs have as many dimensions as their layouts
                 layouts = map(apply.inputs.get, apply.named(len(args)))
                 args = tuple(map(_of_its_rank, args, layouts))
             try:
@@ -247,7 +236,7 @@ class Pipeline:
                 # the module's own code may raise anything, and guessed inputs may not fit
                 failed = failed or e
                 continue
-            self.begins, self.first = cut.begins, cut
+            self.first = cut
             return cut
         if isinstance(failed, ShardError):
             raise failed
@@ -261,7 +250,7 @@ class Pipeline:
         # which submodules train, and which have hooks that take outputs
         modes = [(m.training, bool(m._forward_hooks)) for m in self.apply.module.modules()]
         # micro-batches differ in values alone
-        key = f, batch.tree, tuple(_shape(parts[0]) for parts in batch.parts), tuple(modes)
+        key = f, batch.tree, tuple(spec_of(parts[0]) for parts in batch.parts), tuple(modes)
         return tuple(self._cut_for(f, key, batch, k) for k in range(batch.count))
 
     def _cut_for(self, f: Callable[..., Any], key: Any, batch: MicroBatches, k: int) -> Cut:
@@ -273,10 +262,10 @@ class Pipeline:
         _refuse_in_training(self.apply.module)
         if len(self.cuts) > 64:
             self.cuts = {}
-        cut, answers = self._cut(f, self.paper, self.whole, self.begins, *batch[k])
+        cut, answers = self._cut(f, self.paper, self.whole, self.first.begins, *batch[k])
         self._refuse_unheld(cut)
         branches = self.cuts.setdefault(key, [])[:63]
-        self.cuts[key] = [Branch(cut, answers, answers.of(told)), *branches]
+        self.cuts[key] = [(cut, answers, answers.of(told)), *branches]
         return cut
 
     def begins_within(self, f: Callable[..., Any], memory: float) -> Sequence[UnitCall]:
@@ -294,35 +283,35 @@ class Pipeline:
             )
             raise _error(why, mine)
         batch = MicroBatches(*called_with(how.example), 1, stage=self.inner)
-        priced = partial(self._priced, f, batch, None, cluster_of("h100"), False)
-        blocks, chain = _fitting(self.first, priced, self._table(2 * size))
-        found = chain.within(memory)
-        if not found:
-            found, held = chain.least()
-            most, at = max(held), ", ".join(str(blocks[i]) for i in found)
-            why = (
-                f"every cut holds more than {memory:,.0f} B; the least is {most:,} B, of stage "
-                f"{held.index(most)} where stages begin at {at}"
-            )
-            raise _error(why, mine.replace(repr(how.memory), str(most)))
-        return [blocks[i] for i in found]
+        priced = partial(self.priced, f, batch, (None, cluster_of("h100"), False))
+        within = _fitting(self.first, priced, self._table(2 * size))
+        found, held = within(memory)
+        if found:
+            return found
+        more = within(math.inf)
+        while more[0]:
+            found, held = more
+            more = within(max(held) - 1)
+        most, at = max(held), ", ".join(map(str, found))
+        why = (
+            f"every cut holds more than {memory:,.0f} B; the least is {most:,} B, of stage "
+            f"{held.index(most)} where stages begin at {at}"
+        )
+        raise _error(why, mine.replace(repr(how.memory), str(most)))
 
-    def _priced(
-        self, f: Callable[..., Any], batch: MicroBatches, tx: Transform | None, cluster: Cluster,
-        parts: bool, table: PipelineSchedule, begins: int | Sequence[UnitCall],
+    def priced(
+        self, f: Callable[..., Any], batch: MicroBatches, how: tuple[Any, ...],
+        table: PipelineSchedule, begins: int | Sequence[UnitCall],
     ) -> tuple[Cut, PipelineExplanation]:  # fmt: skip
         """Cut a function where stages begin; explain a step whose micro-batches are cut so."""
         cut, _ = self._cut(f, self.paper, self.whole, begins, *batch[0])
-        cuts = [cut] * table.micros
-        with _drafted(self.paper, *batch[0]) as (_, given):
-            return cut, explained(self, f, given, cuts, table, tx, cluster, parts)
+        return cut, self.explained(f, batch, *how, table=table, cuts=[cut] * table.micros)
 
     def _refuse_unheld(self, cut: Cut) -> None:
         """Refuse a function in which a stage reads a parameter that its rank does not hold."""
-        for name in self.whole:
-            more = set(cut.holders(name, self.ranks)) - set(self.first.holders(name, self.ranks))
-            if more and any(name in read for read in cut.params):
-                where = f"{self.stages.axis}={min(more)}"
+        for rank, read in zip(self.ranks, cut.params, strict=True):
+            for name in (n for n in read if rank not in self.first.holders(n, self.ranks)):
+                where = f"{self.stages.axis}={rank}"
                 why = f"the function reads {name!r} at {where}, and the module does not"
                 fix = "loss = lambda params, *batch: apply(params, *batch).mean()"
                 raise ShardError(why, op="value_and_grad", mesh=self.mesh, fix=fix)
@@ -332,27 +321,14 @@ class Pipeline:
         stages: int | Sequence[Any], args: Args, kwargs: Kwargs,
     ) -> tuple[Cut, Answers]:  # fmt: skip
         with _drafted(paper, args, kwargs) as (known, inputs):
-
-            def run(params: Params, given: tuple[Args, Kwargs]) -> object:
-                try:
-                    return f(params, *given[0], **given[1])
-                finally:
-                    # questions of the run itself, not of what is computed from its result
-                    known.answers.closed = True
-
-            cut = Cutting(run, params, inputs, paper, self.blocks, stages).cut()
-            return cut, known.answers
-
-    # ------------------------------------------------------------ runs
+            return cut_of(f, params, inputs, self.blocks, stages), known.answers
 
     def _table(self, micros: int) -> PipelineSchedule:
         """Return the schedule of so many micro-batches.  Raises: ShardError for other ranks."""
         name, axis = self.stages.schedule, self.stages.axis
         table = schedule(name, self.mesh.axes[axis], micros, self.stages.per_rank)
         if table.ranks != tuple(self.ranks):
-            why = (
-                f"{name!r} was registered anew, with stages on other ranks than when they were cut"
-            )
+            why = f"{name!r} was registered anew, with stages on other ranks than in the cut"
             fix = f"sl.parallelize(module, rules, stages=sl.Stages({axis!r}, schedule={name!r}))"
             raise ShardError(why, op="value_and_grad", mesh=self.mesh, fix=fix)
         return table
@@ -364,7 +340,7 @@ class Pipeline:
         mesh = next((x.mesh for x in params.values()), self.inner)
         if mesh not in self.absent:
             specs = {n: spec_of(x) for n, x in self.whole.items()}
-            ghosts = {n: nan(s.dtype, mesh).expand(s.block(mesh)) for n, s in specs.items()}
+            ghosts = {n: nan(s.dtype, mesh).expand(s.stored(mesh)) for n, s in specs.items()}
             self.absent[mesh] = {n: specs[n].value(x, mesh) for n, x in ghosts.items()}
         return {**self.absent[mesh], **params}
 
@@ -372,60 +348,30 @@ class Pipeline:
         self, f: Callable[..., Any], params: Any, batch: MicroBatches, sums: GradientSums
     ) -> Tensor:
         """Run forward and backward of every micro-batch; gradients are added to ``sums``."""
-        _refuse_all_frozen(params, self)
+        leaves = optree.tree_leaves(params)
+        trains = any(x.requires_grad for x in self.whole.values())
+        held = any(x.requires_grad for x in leaves) or all(frozen(leaves))
+        if spans_processes(self.mesh) and trains and not held:
+            # after the module was cut
+            why = "all parameters of this rank's stages are frozen, and others are trained"
+            fix = "module.get_submodule(name).requires_grad_(False)  # before sl.parallelize"
+            raise Unsupported(why, op="value_and_grad", mesh=self.mesh, fix=fix)
         cuts = self.cuts_for(f, batch)
         key = registered(self.stages.schedule), cuts
         if (traffic := self.traffic.get(key)) is None:
-            traffic = Traffic(cuts, self._table(batch.count), self.inner)
+            traffic = Traffic(cuts, self._table(batch.count), self.inner, self.here)
             # of the last steps, since branches on values may combine in many ways
             self.traffic = {**dict([*self.traffic.items()][-15:]), key: traffic}
         return PipelineStep(self, f, traffic, batch, sums).run()
 
     def explained(
         self, f: Callable[..., Any], batch: MicroBatches, tx: Transform | None, cluster: Cluster,
-        parts: bool,
+        parts: bool, table: PipelineSchedule | None = None, cuts: Sequence[Cut] = (),
     ) -> PipelineExplanation:  # fmt: skip
         """Explain a step, see ``shardlib.pipeline.prices``."""
-        cuts = self.cuts_for(f, batch)
-        table = self._table(batch.count)
+        cuts, table = cuts or self.cuts_for(f, batch), table or self._table(batch.count)
         with _drafted(self.paper, *batch[0]) as (_, given):
             return explained(self, f, given, cuts, table, tx, cluster, parts)
-
-    def compared(
-        self, f: Callable[..., Any], batch: MicroBatches, tx: Transform | None, cluster: Cluster,
-        parts: bool,
-    ) -> Why:  # fmt: skip
-        """List the cost of a step under every schedule."""
-        axis, name, memory = self.stages.axis, self.stages.schedule, cluster.memory
-        size = self.mesh.axes[axis]
-        priced = partial(self._priced, f, batch, tx, cluster, parts)
-        begins: dict[int, Sequence[UnitCall]] = {len(self.ranks): self.begins}
-        # what is written after sl.Stages -> the step
-        found: dict[str, PipelineExplanation] = {}
-        verdicts: list[tuple[str, str]] = []
-        for other, v in offered(self.stages.per_rank):
-            how = f"per_rank={v}, schedule={other!r}"
-            try:
-                table = schedule(other, size, batch.count, v)
-                cut, said = priced(table, begins.get(table.stages, table.stages))
-            except ShardError as e:
-                verdicts.append((other, e.message.splitlines()[0]))
-                continue
-            begins[table.stages], found[how] = cut.begins, said
-            verdicts.append((other, said.summary(memory)))
-            if said.peak > memory and v == 1:
-                blocks, chain = _fitting(cut, priced, table)
-                if at := [blocks[i] for i in chain.within(memory)]:
-                    names = [str(c) for c in at]
-                    found[f"cut={names}, {how}"] = said = priced(table, at)[1]
-                    verdicts.append((f"{other} cut at {', '.join(names)}", said.summary(memory)))
-        notes = [f"{n} stages begin at {', '.join(map(str, c))}" for n, c in begins.items()]
-        fits = [how for how, x in found.items() if x.peak <= memory]
-        best = min(fits, key=lambda how: found[how].seconds, default=None)
-        if best is not None and best != f"per_rank={len(self.ranks) // size}, schedule={name!r}":
-            notes.append(f"the fastest: sl.Stages({axis!r}, {best})")
-        given_text = {"stages": str(self), "microbatches": f"{batch.count} micro-batches"}
-        return Why("pipeline", given_text, name, tuple(verdicts), tuple(notes))
 
     def forward(self, params: Any, args: Args, kwargs: Kwargs) -> Any:
         """Run forward alone; return its result on every rank.
@@ -438,23 +384,24 @@ class Pipeline:
             raise Unsupported(why, op="apply", mesh=self.mesh, fix=fix)
         batch = MicroBatches(args, kwargs, 1, stage=self.inner)
         cuts = self.cuts_for(self.apply, batch)
-        traffic = Traffic(cuts, forward_only(self.ranks), self.inner)
-        sums = GradientSums(params, ())
+        actions = {Action("F", s, 0): rank for s, rank in enumerate(self.ranks)}
+        rows = ((a for a in actions if actions[a] == rank) for rank in range(max(self.ranks) + 1))
+        table = PipelineSchedule("forward", 1, tuple(self.ranks), tuple(map(tuple, rows)))
+        traffic, sums = Traffic(cuts, table, self.inner, self.here), GradientSums(params, ())
         with within(), within(mesh=self.inner):
-            return PipelineStep(self, self.apply, traffic, batch, sums).out()
+            return PipelineStep(self, self.apply, traffic, batch, sums).run()
 
 
 def _fitting(
     cut: Cut, priced: Callable[..., tuple[Cut, PipelineExplanation]], table: PipelineSchedule
-) -> tuple[Sequence[UnitCall], Fitting]:
-    """Return the calls with which stages may begin, and the search of where they do."""
-    blocks = [*cut.chain]
+) -> Callable[[float], tuple[list[UnitCall], list[int]]]:
+    """Return the search of the calls with which stages begin within a memory."""
 
-    def peaks(begins: Sequence[int]) -> list[int]:
-        places = priced(table, [blocks[i] for i in begins])[1].places
+    def peaks(begins: Sequence[UnitCall]) -> list[int]:
+        places = priced(table, begins)[1].places
         return [places[r].peak for r in table.ranks]
 
-    return blocks, Fitting([*cut.chain.values()], table.stages, peaks)
+    return fitting(cut.chain, table.stages, peaks)
 
 
 @case_of("pipeline")
@@ -462,24 +409,37 @@ def _schedules(
     loss: Callable[..., Any], params: Any, inputs: Inputs = (), microbatches: int = 1,
     cluster: str | Cluster = "h100", tx: Transform | None = None,
 ) -> Why:  # fmt: skip
-    """Compare the schedules of a module in stages, for ``sl.why``."""
+    """List the cost of a step of a module in stages under every schedule, for ``sl.why``."""
     pipeline, batch = call_of_stages(loss, params, inputs, microbatches, "why")
-    parts = hasattr(params, "opened")
-    return pipeline.compared(loss, batch, tx, cluster_of(cluster), parts)
-
-
-def _refuse_all_frozen(params: Any, pipeline: Pipeline) -> None:
-    """Refuse leaves that all were frozen after the module was cut: other stages are trained."""
-    leaves = optree.tree_leaves(params)
-    trains = any(x.requires_grad for x in pipeline.whole.values())
-    held = any(x.requires_grad for x in leaves) or all(frozen(leaves))
-    if spans_processes(pipeline.mesh) and trains and not held:
-        why = "all parameters of this rank's stages are frozen, and others are trained"
-        fix = "module.get_submodule(name).requires_grad_(False)  # before sl.parallelize"
-        raise Unsupported(why, op="value_and_grad", mesh=pipeline.mesh, fix=fix)
-
-
-_OF_BATCHES = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+    how = tx, cluster_of(cluster), hasattr(params, "opened")
+    priced, memory = partial(pipeline.priced, loss, batch, how), how[1].memory
+    own, count = pipeline.stages, len(pipeline.ranks)
+    size = pipeline.mesh.axes[own.axis]
+    begins: dict[int, Sequence[UnitCall]] = {count: pipeline.first.begins}
+    # what is written after sl.Stages -> the step
+    found: dict[str, PipelineExplanation] = {}
+    verdicts: list[tuple[str, str]] = []
+    for name, v in offered(own.per_rank):
+        text = f"per_rank={v}, schedule={name!r}"
+        try:
+            table = schedule(name, size, batch.count, v)
+            cut, said = priced(table, begins.get(table.stages, table.stages))
+        except ShardError as e:
+            verdicts.append((name, e.message.splitlines()[0]))
+            continue
+        begins[table.stages], found[text] = cut.begins, said
+        verdicts.append((name, said.summary(memory)))
+        if said.peak > memory and v == 1 and (at := _fitting(cut, priced, table)(memory)[0]):
+            names = [str(c) for c in at]
+            found[f"cut={names}, {text}"] = said = priced(table, at)[1]
+            verdicts.append((f"{name} cut at {', '.join(names)}", said.summary(memory)))
+    notes = [f"{n} stages begin at {', '.join(map(str, c))}" for n, c in begins.items()]
+    fits = [text for text, x in found.items() if x.peak <= memory]
+    best = min(fits, key=lambda text: found[text].seconds, default=None)
+    if best not in (None, f"per_rank={count // size}, schedule={own.schedule!r}"):
+        notes.append(f"the fastest: sl.Stages({own.axis!r}, {best})")
+    given = {"stages": str(pipeline), "microbatches": f"{batch.count} micro-batches"}
+    return Why("pipeline", given, own.schedule, tuple(verdicts), tuple(notes))
 
 
 def _refuse_in_training(module: nn.Module, only_calls: bool = False) -> None:
@@ -490,38 +450,30 @@ def _refuse_in_training(module: nn.Module, only_calls: bool = False) -> None:
             why = f"{type(m).__name__} in training skips blocks at random (layerdrop={drops})"
             fix = "module.eval()  # or module.layerdrop = 0.0"
             raise Unsupported(why, op="parallelize", fix=fix)
-        if isinstance(m, _OF_BATCHES) and not only_calls:
+        norms = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
+        if isinstance(m, norms) and not only_calls:
             why = f"{type(m).__name__} in training takes the statistics of each micro-batch alone"
             fix = "module.eval()  # or a norm over features, as nn.GroupNorm(8, channels)"
             raise Unsupported(why, op="value_and_grad", fix=fix)
 
 
 def _of_its_rank(x: Tensor, layout: Layout | None) -> Tensor:
-    """Return a guessed input with as many dimensions as its layout has."""
     more = 0 if layout is None or layout.ellipsis is not None else x.ndim - len(layout.dims)
     return x.flatten(0, more) if more > 0 else x
-
-
-def _shape(x: object) -> object:
-    if isinstance(x, ShardedTensor):
-        return x.place, x.dtype
-    return (x.shape, x.dtype) if isinstance(x, Tensor) else x
 
 
 @contextmanager
 def _drafted(paper: Mesh, args: Args, kwargs: Kwargs) -> Iterator[tuple[Known, Any]]:
     """Open a mesh of shapes; yield the values that are known there, and the arguments on it."""
     with paper, Known() as known, within(traces=(), watcher=None, differentiated=True):
-        given = cast(Any, (args, kwargs))
-        yield known, optree.tree_map(partial(_told, known, paper), given, none_is_leaf=True)
 
+        def told(x: object) -> object:
+            shape = on_paper(x, paper)
+            if _known(x):
+                known.tell(shape, x)
+            return shape
 
-def _told(known: Known, paper: Mesh, x: object) -> object:
-    """Return an argument on shapes; the values of plain integer tensors are known there."""
-    shape = on_paper(x, paper)
-    if _known(x):
-        known.tell(shape, x)
-    return shape
+        yield known, optree.tree_map(told, cast(Any, (args, kwargs)), none_is_leaf=True)
 
 
 def _known(x: object) -> TypeGuard[Tensor]:

@@ -2,14 +2,13 @@
 
 Each rank performs the actions of its row of the table.  A forward keeps what its backward needs;
 blocks are sent straight to the ranks whose stages need them.  Where one process runs all ranks, it
-performs of all rows the next action whose messages have arrived.
+performs the actions of all rows in the order of the table's timeline.
 """
 
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
-from functools import cache, partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -32,10 +31,10 @@ from shardlib.pipeline.forward import (
     block_of_output,
     block_that_crosses,
     spec_of,
-    unlocked,
 )
-from shardlib.pipeline.schedules import Action, PipelineSchedule
+from shardlib.pipeline.schedules import Action, PipelineSchedule, timeline
 from shardlib.random import Draws
+from shardlib.tensor.gradients import mapped
 from shardlib.tensor.weight_gradients import WeightGradients
 
 
@@ -74,40 +73,42 @@ class Traffic:
     ``receives``  of an action: (label, the stage that sends it) of each message that it needs.
     ``sends``     of an action: (label, the stage that gets it) of each message that it sends.
     ``between``   (rank, rank) -> what the first sends to the second, in the order of its actions.
-    ``ends``      an action -> the parameters of which no later one of its rank makes gradients.
+    ``actions``   of all ranks, in the order of a timeline; ``own`` those of the ranks ``here``.
+    ``ends``      of ``own``, see ``last_gradients``.
     """
 
-    def __init__(self, cuts: Sequence[Cut], table: PipelineSchedule, inner: Mesh) -> None:
+    def __init__(
+        self, cuts: Sequence[Cut], table: PipelineSchedule, inner: Mesh, here: Container[int]
+    ) -> None:
         self.cuts, self.table = cuts, table
-        self.receives = cache(partial(self._messages, False))
-        self.sends = cache(partial(self._messages, True))
-        actions = [a for row in table.tables for a in row]
-        self.train = any(a.kind != "F" for a in actions)
-        self.split = any(a.kind == "I" for a in actions)
+        self.actions = [*timeline(table).begins]
+        self.kinds = {a.kind for a in self.actions}
+        self.sends: dict[Action, list[tuple[Crossing, int]]] = defaultdict(list)
+        self.receives: dict[Action, list[tuple[Crossing, int]]] = defaultdict(list)
+        for micro, cut in enumerate(cuts):
+            for output, user in ((k, user) for k, users in cut.users.items() for user in users):
+                maker = cut.owner[output.call]
+                ways = [("F", maker, user)] + [("BI", user, maker)] * cut.spec(output).grad
+                for kinds, source, target in ways:
+                    label = Crossing(kinds[0], output, micro, user)
+                    for kind in kinds:
+                        self.sends[Action(kind, source, micro)].append((label, target))
+                        self.receives[Action(kind, target, micro)].append((label, source))
         self.between: dict[tuple[int, int], list[Message]] = defaultdict(list)
-        for a in actions:
-            for label, stage in self.sends(a):
+        for a in self.actions:
+            for label, stage in self.sends[a]:
                 spec = cuts[a.micro].spec(label.output)
-                message = Message(label, spec.block(inner), spec.dtype)
+                message = Message(label, spec.stored(inner), spec.dtype)
                 self.between[table.ranks[a.stage], table.ranks[stage]].append(message)
-        self.ends: dict[Action, list[str]] = defaultdict(list)
-        for row in table.tables:
-            backward = [a for a in row if a.kind in "BW"]
-            last = {n: a for a in backward for n in cuts[a.micro].params[a.stage]}
-            for n, a in last.items():
-                self.ends[a].append(n)
+        self.own = [a for a in self.actions if table.ranks[a.stage] in here]
+        self.ends = last_gradients(self.own, cuts)
 
-    def _messages(self, sends: bool, a: Action) -> list[tuple[Crossing, int]]:
-        if a.kind == "W":
-            return []
-        cut, forward = self.cuts[a.micro], a.kind == "F"
-        crossing = partial(Crossing, "F" if forward else "B")
-        if sends == forward:
-            # outputs go to their users, and gradients come from them
-            made = [k for k in cut.makes[a.stage] if forward or cut.spec(k).grad]
-            return [(crossing(k, a.micro, u), u) for k in made for u in cut.users(k)]
-        needed = [k for k in cut.needs[a.stage] if forward or cut.spec(k).grad]
-        return [(crossing(k, a.micro, a.stage), cut.source(k)) for k in needed]
+
+def last_gradients(actions: Iterable[Action], cuts: Sequence[Cut]) -> dict[Action, list[str]]:
+    """Return an action -> the parameters of which no later one makes gradients."""
+    backward = [a for a in actions if a.kind in "BW"]
+    last = {n: a for a in backward for n in cuts[a.micro].params[a.stage]}
+    return {a: [n for n in last if last[n] == a] for a in last.values()}
 
 
 class PipelineStep:
@@ -121,10 +122,13 @@ class PipelineStep:
         self, pipeline: Any, f: Callable[..., Any], traffic: Traffic,
         batch: MicroBatches, sums: GradientSums,
     ) -> None:  # fmt: skip
-        self.pipeline, self.f, self.traffic = pipeline, f, traffic
-        self.cuts, self.table, self.train = traffic.cuts, traffic.table, traffic.train
+        # the pipeline, and what the call of the module knows as such
+        self.pipeline = self.module = pipeline
+        self.f, self.traffic = f, traffic
+        self.cuts, self.table, self.train = traffic.cuts, traffic.table, traffic.kinds > {"F"}
         self.batch, self.sums = batch, sums
         self.mesh, self.inner, self.axis = pipeline.mesh, pipeline.inner, pipeline.stages.axis
+        self.real = spans_processes(self.mesh)
         self.ranks = self.table.ranks
         draws = (c.draws for c in self.cuts)
         self.firsts = [*accumulate(draws, initial=Draws.begun(self.inner))]
@@ -132,49 +136,37 @@ class PipelineStep:
         # runs the module on blocks alone
         self.blocks: Any = None
         self.kept: dict[tuple[int, int], Forwarded] = {}
-        self.loss: Tensor | None = None
+        # the loss so far, of forwards alone the result
         self.result: Any = None
         self.ghosts: dict[Any, Tensor] = {}
         self.tied = pipeline.tied(sums.number) if self.train and pipeline.shared else {}
-        # parameter -> the ranks run here that have not made its last gradient
-        here = pipeline.here
-        ends = ((a, n) for a, names in traffic.ends.items() for n in names)
-        self.open = Counter(n for a, n in ends if self.ranks[a.stage] in here)
         # timelines that are open
         self.lines: list[Any] = [t for t in scope().listeners.traces if hasattr(t, "phase")]
-        peers = [r for r in range(self.table.size) if r not in here]
-        coming = {r: self._coming(r, min(here)) for r in peers}
+        here = pipeline.here
+        coming = {r: self._coming(r, min(here)) for r in {*self.ranks} - here}
         self.messages = Messages(self.mesh, self.axis, coming)
 
-    def run(self) -> Tensor:
-        """Perform all actions; return the loss, on every rank."""
-        self._run()
-        return self._everywhere(self.loss, self.cuts[0].loss)
-
-    def out(self) -> Any:
-        """Perform a table of forwards; return the function's result, on every rank."""
-        self._run()
-        leaves, tree = tree_flatten(self.cuts[0].loss)
-        here = tree_flatten(self.result)[0] if self.result is not None else [None] * len(leaves)
-        each = zip(here, leaves, strict=True)
-        return tree_unflatten([self._everywhere(x, like) for x, like in each], tree)
-
-    def _run(self) -> None:
-        rows = [list(self.table.tables[r]) for r in sorted(self.pipeline.here)]
-        if spans_processes(self.mesh):
-            with ExitStack() as stack:
-                if self._alone():
-                    params = self.sums.leaves(again=True).arguments[0]
-                    call = self.pipeline.apply.on_blocks(params)
-                    self.blocks = stack.enter_context(call)
-                self._perform(rows[0])
-            if self.train:
-                self._add_ties()
-            self.messages.finish()
-        else:
-            self._perform_all(rows)
+    def run(self) -> Any:
+        """Perform all actions; return the loss, of forwards alone the result, on every rank."""
+        do = self._recorded if self.lines else self._do
+        with ExitStack() as stack:
+            if self._alone():
+                params = self.sums.leaves(again=True).arguments[0]
+                self.blocks = stack.enter_context(self.pipeline.apply.on_blocks(params))
+            for i, action in enumerate(self.traffic.own):
+                # the next action's receives are posted before this one computes
+                for coming in self.traffic.own[i : i + 2]:
+                    for label, source in self.traffic.receives[coming]:
+                        self.messages.expect(label, self.ranks[source])
+                do(action)
+        if self.train and self.real:
+            self._add_ties()
+        self.messages.finish()
         Draws.passed(self.inner, self.firsts[-1])
-        self._count()
+        self.count()
+        leaves, tree = tree_flatten(self.cuts[0].result)
+        here = [None] * len(leaves) if self.result is None else tree_flatten(self.result)[0]
+        return tree_unflatten(list(map(self._everywhere, here, leaves)), tree)
 
     def _alone(self) -> bool:
         """Check whether a stage has one rank and does only what torch alone does.
@@ -184,27 +176,7 @@ class PipelineStep:
         watched = scope().listeners.traces or checking()
         again = self.draws or self.pipeline.apply.remat
         on_values = self.pipeline.on_values or hasattr(self.sums.params, "opened")
-        return self.inner.size == 1 and not (watched or again or on_values)
-
-    def _perform(self, row: Sequence[Action]) -> None:
-        for i, action in enumerate(row):
-            # the next action's receives are posted before this one computes
-            for coming in row[i : i + 2]:
-                for label, source in self.traffic.receives(coming):
-                    self.messages.expect(label, self.ranks[source])
-            self._act(action)
-
-    def _perform_all(self, rows: list[list[Action]]) -> None:
-        while any(rows):
-            before = sum(map(len, rows))
-            for row in rows:
-                while row and all(
-                    self.messages.arrived(x) for x, _ in self.traffic.receives(row[0])
-                ):
-                    self._act(row.pop(0))
-            assert sum(map(len, rows)) < before, "a checked table ends"
-
-    # ------------------------------------------------------------ messages
+        return self.real and self.inner.size == 1 and not (watched or again or on_values)
 
     def _coming(self, rank: int, to: int) -> Iterator[Message]:
         """List the messages from a rank to another, in the order in which it sends them."""
@@ -232,23 +204,18 @@ class PipelineStep:
             # in one order on all ranks, so that copies stay equal bit for bit
             self.sums.set(name, sum(parts[1:], parts[0]))
 
-    def _count(self) -> None:
+    def count(self) -> None:
         """Count the messages of all ranks in the traces, on every rank alike."""
-        traces = scope().listeners.traces
-        for row in self.table.tables if traces else ():
-            for a in row:
-                for label, stage in self.traffic.sends(a):
-                    if self.ranks[stage] != self.ranks[a.stage]:
-                        n = self.cuts[a.micro].spec(label[1]).nbytes(self.inner)
-                        note(traces, "send", (self.axis,), n, self.table.size, 1)
-        for name, ranks in self.tied.items() if traces else ():
+        if not (traces := scope().listeners.traces):
+            return
+        for a in self.traffic.actions:
+            for label, stage in self.traffic.sends[a]:
+                if self.ranks[stage] != self.ranks[a.stage]:
+                    n = self.cuts[a.micro].spec(label.output).nbytes
+                    note(traces, "send", (self.axis,), n, self.table.size, 1)
+        for name, ranks in self.tied.items():
             n, sends = self.pipeline.nbytes(name), len(ranks) * (len(ranks) - 1)
             note(traces, "send", (self.axis,), n * sends, self.table.size, sends)
-
-    # ------------------------------------------------------------ actions
-
-    def _act(self, a: Action) -> None:
-        (self._recorded if self.lines else self._do)(a)
 
     def _do(self, a: Action) -> None:
         doing = {"F": self._forward, "W": self._weights}.get(a.kind, self._backward)
@@ -263,16 +230,13 @@ class PipelineStep:
 
     def _ended(self, a: Action) -> list[int]:
         """List the leaves of which an action makes the last gradients, but those that ranks add up."""
-        names = self.traffic.ends.get(a, ())
-        self.open.subtract(names)
-        tied = self.tied if spans_processes(self.mesh) else ()
-        number = self.sums.number if names and not self.sums.parts else {}
-        done = (number.get(n) for n in names if not self.open[n] and n not in tied)
+        names = () if self.sums.parts else self.traffic.ends.get(a, ())
+        done = (self.sums.number.get(n) for n in names if not (self.real and n in self.tied))
         return [i for i in done if i is not None]
 
     def _recorded(self, a: Action) -> None:
         """Do an action; in timelines it begins when its messages are there."""
-        for label, _ in self.traffic.receives(a):
+        for label, _ in self.traffic.receives[a]:
             self.messages.here[label] = self.messages.take(label)
         about: Any = {
             "module": self.cuts[a.micro].named(a.stage), "type": self.table.name,
@@ -286,19 +250,17 @@ class PipelineStep:
     def _failed(self, a: Action, e: Exception) -> StageFailed:
         part = {"F": "forward", "W": "gradients of weights"}.get(a.kind, "backward")
         text = (str(e) or type(e).__name__).splitlines()[0]
-        why = (
-            f"stage {a.stage} ({self.cuts[a.micro].named(a.stage)}), {part} of micro-batch {a.micro}: "
-            f"{type(e).__name__}: {text}"
-        )
+        where = f"stage {a.stage} ({self.cuts[a.micro].named(a.stage)})"
+        why = f"{where}, {part} of micro-batch {a.micro}: {type(e).__name__}: {text}"
         fix = getattr(e, "fix", None) or "sl.value_and_grad(loss, microbatches=1)  # to look at one"
         failed = StageFailed(why, op="value_and_grad", mesh=self.mesh, fix=fix)
-        if spans_processes(self.mesh) and (job := current_job()) is not None:
+        if self.real and (job := current_job()) is not None:
             # the others wait for this rank, also if its caller catches the error
             job.raised(failed.with_traceback(e.__traceback__))
         return failed
 
     def _forward(self, a: Action) -> None:
-        raws = {label[1]: self.messages.take(label) for label, _ in self.traffic.receives(a)}
+        raws = {label.output: self.messages.take(label) for label, _ in self.traffic.receives[a]}
         versions = [x._version for x in raws.values()]
         try:
             kept = self._run_stage(a, raws)
@@ -311,8 +273,8 @@ class PipelineStep:
             self.pipeline.on_values = True
         if self.train:
             self.kept[a.stage, a.micro] = kept
-        for label, user in self.traffic.sends(a):
-            self.messages.send(label, kept.made[label[1]].detach(), self.ranks[user])
+        for label, user in self.traffic.sends[a]:
+            self.messages.send(label, kept.made[label.output].detach(), self.ranks[user])
 
     def _run_stage(self, a: Action, raws: dict[Output, Tensor]) -> Forwarded:
         """Run the function on one stage, with the blocks that it received."""
@@ -323,26 +285,27 @@ class PipelineStep:
             spec, raw = cut.spec(k), raw.detach()
             if spec.grad:
                 received[k] = raw.requires_grad_()
-            raw = unlocked(raw)
+                # in the same memory, and may be written in place, as a leaf may not
+                raw = mapped(raw, lambda g: g, Tensor.detach)
             given[k] = raw if self.blocks else spec.value(raw, self.inner, spec.grad)
         draws = Draws(self.inner, self.firsts[a.micro]) if self.draws else None
         stage = StageForward(
             cut.calls, mesh=self.inner, owner=cut.owner, number=a.stage,
             wanted=frozenset(cut.makes[a.stage]), given=given, draws=draws,
-            pipeline=self.pipeline, ghosts=self.ghosts, blocks=self.blocks,
+            pipeline=self.module, ghosts=self.ghosts, blocks=self.blocks,
         )  # fmt: skip
         leaves = self.sums.leaves(again=self.blocks is not None)
-        kept = Forwarded(received, {}, leaves.wanted)
+        loss = None
         args, kwargs = self.batch[a.micro]
         inside = within(
-            stage=stage, differentiated=self.train, split_backward=self.traffic.split,
+            stage=stage, differentiated=self.train, split_backward="I" in self.traffic.kinds,
             **({"draws": draws.instead} if draws else {}),
         )  # fmt: skip
         with inside, torch.set_grad_enabled(self.train):
             try:
                 out = self.f(leaves.arguments[0], *args, **kwargs)
                 if a.stage == self.table.stages - 1 and self.train:
-                    kept.loss = self._add_loss(out, a.micro)
+                    loss = self._add_loss(out, a.micro)
                 elif a.stage == self.table.stages - 1:
                     self.result = out
             except AllSent:
@@ -352,42 +315,38 @@ class PipelineStep:
             why = f"{left[0]} was called when the stages were cut, and was skipped now"
             fix = "module.eval()  # blocks that are skipped at random, as by LayerDrop, are not cut"
             raise Unsupported(why, op="value_and_grad", mesh=self.mesh, fix=fix)
-        kept.made = {k: block_that_crosses(stage.found[k]) for k in cut.makes[a.stage]}
-        return kept
+        made = {k: block_that_crosses(stage.found[k]) for k in cut.makes[a.stage]}
+        return Forwarded(received, made, leaves.wanted, loss)
 
     def _add_loss(self, loss: Tensor, micro: int) -> Tensor:
         """Add a micro-batch's share to the loss of the step; return what backward starts from."""
         share = self.batch.part(loss_block(loss), micro)
-        done = share.detach() if self.loss is None else loss_block(self.loss) + share.detach()
-        self.loss = with_block(loss.detach(), done)
+        done = share.detach() if self.result is None else loss_block(self.result) + share.detach()
+        self.result = with_block(loss.detach(), done)
         return share
 
     def _backward(self, a: Action) -> None:
-        kept = self.kept[a.stage, a.micro]
-        cotangents: dict[Output, Tensor] = {}
-        for label, user in self.traffic.receives(a):
-            g, k = self.messages.take(label), label.output
+        kept, split = self.kept.pop((a.stage, a.micro)), a.kind == "I"
+        # an output that several stages use is there for each of them
+        ends: list[tuple[Tensor, Tensor]] = []
+        for label, user in self.traffic.receives[a]:
+            ends.append((kept.made[label.output], self.messages.take(label)))
             self.messages.answered(label._replace(direction="F"), self.ranks[user])
-            cotangents[k] = cotangents[k] + g if k in cotangents else g
-        asked = {k: g for k, g in cotangents.items() if kept.made[k].requires_grad}
-        ends, grads = [kept.made[k] for k in asked], list(asked.values())
-        if kept.loss is not None and kept.loss.requires_grad:
-            ends.append(kept.loss)
-            grads.append(torch.ones_like(kept.loss))
-        split = a.kind == "I"
+        if kept.loss is not None:
+            ends.append((kept.loss, torch.ones_like(kept.loss)))
+        ends = [(x, g) for x, g in ends if x.requires_grad]
         later = WeightGradients(kept.leaves) if split else None
         if ends:
-            with within(later=later) if split else nullcontext():
-                self.sums.backward(kept.leaves, ends, grads, [*kept.received.values()], split)
-        for label, source in self.traffic.sends(a):
-            x = kept.received[label[1]]
+            roots, grads = zip(*ends, strict=True)
+            with within(later=later):
+                self.sums.backward(kept.leaves, roots, grads, [*kept.received.values()], split)
+        for label, source in self.traffic.sends[a]:
+            x = kept.received[label.output]
             g = torch.zeros_like(x) if x.grad is None else x.grad
             self.messages.send(label, g, self.ranks[source])
         if split:
             # only what the gradients of weights need is kept
             self.kept[a.stage, a.micro] = Forwarded({}, {}, kept.leaves, later=later)
-        else:
-            del self.kept[a.stage, a.micro]
 
     def _weights(self, a: Action) -> None:
         kept = self.kept.pop((a.stage, a.micro))
@@ -396,19 +355,17 @@ class PipelineStep:
         if edges:
             self.sums.backward(kept.leaves, edges, grads)
 
-    # ------------------------------------------------------------ results
-
     def _everywhere(self, x: Any, like: Any) -> Any:
         """Return a value of the last stage on every rank; ``like``: the value on shapes.
 
         It is on the mesh that the results of all models have.
         """
-        if not spans_processes(self.mesh):
+        if not self.real:
             return x
         if not isinstance(like, Tensor):
             return like
         spec = spec_of(like)
-        raw = torch.zeros(spec.block(self.inner), dtype=spec.dtype, device=self.inner.device)
+        raw = torch.zeros(spec.stored(self.inner), dtype=spec.dtype, device=self.inner.device)
         if x is not None:
             raw = block_of_output(x).detach()
         with bind(self.mesh):
@@ -416,10 +373,3 @@ class PipelineStep:
             sent = wrap(raw[None], self.mesh)
             raw = unwrap(pbroadcast(sent, self.axis, self.ranks[-1]))[0]
         return spec.value(raw, self.mesh.without(self.axis))
-
-
-def forward_only(ranks: Sequence[int]) -> PipelineSchedule:
-    """Return the table of one forward of the stages on these ranks."""
-    size = max(ranks) + 1
-    rows = [[Action("F", s, 0) for s, r in enumerate(ranks) if r == rank] for rank in range(size)]
-    return PipelineSchedule("forward", 1, tuple(ranks), tuple(map(tuple, rows)))

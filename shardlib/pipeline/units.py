@@ -5,16 +5,14 @@ children of the modules around them.
 """
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import pairwise
+from typing import TypeVar
 
 from torch import nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 
 from shardlib.errors import ShardError
-
-SMALL = 0.2
-"""Share of the largest list's parameters below which a list holds no blocks."""
 
 
 def blocks_of(module: nn.Module) -> list[str]:
@@ -28,49 +26,43 @@ def blocks_of(module: nn.Module) -> list[str]:
     """
     if isinstance(module, nn.Sequential):
         return [n for n, _ in module.named_children()]
-    lists = _lists(module, "", 2) or _lists(module, "", 1)
-    sizes = {
-        path: sum(p.numel() for p in module.get_submodule(path).parameters()) for path in lists
-    }
-    least = SMALL * max(sizes.values(), default=0)
+    paths = _lists(module, 2) or _lists(module, 1)
+    lists = {path: module.get_submodule(path) for path in paths}
+    sizes = {path: sum(p.numel() for p in m.parameters()) for path, m in lists.items()}
     found = []
     for path, size in sizes.items():
-        for n, block in module.get_submodule(path).named_children() if size >= least else ():
-            inner = block.named_children() if isinstance(block, _UNCALLED) else ()
-            found += [f"{path}.{n}.{i}" for i, _ in inner] or [f"{path}.{n}"]
+        # a list of few parameters holds no blocks
+        if size < 0.2 * max(sizes.values()):
+            continue
+        for n, block in lists[path].named_children():
+            uncalled = isinstance(block, nn.ModuleDict | nn.ModuleList)
+            inner = [f"{path}.{n}.{i}" for i, _ in block.named_children() if uncalled]
+            found += inner or [f"{path}.{n}"]
     return found
 
 
-_UNCALLED = (nn.ModuleDict, nn.ModuleList)
-
-
-def _lists(module: nn.Module, path: str, least: int) -> list[str]:
+def _lists(module: nn.Module, least: int) -> list[str]:
     """List the outermost lists of at least so many modules, all of one class, with parameters."""
-    found = []
-    for name, child in module.named_children():
-        at = f"{path}.{name}".lstrip(".")
-        items = list(child.children())
+    found: list[str] = []
+    for path, m in module.named_modules():
+        items = list(m.children())
         # parametrized modules, as by weight_norm, have a class each
-        kinds = set(map(type_before_parametrizations, items))
-        alike = len(items) >= least and len(kinds) == 1
-        a_list = isinstance(child, nn.ModuleList | nn.Sequential)
-        if a_list and alike and next(items[0].parameters(), None) is not None:
-            found.append(at)
-        else:
-            found += _lists(child, at, least)
+        alike = len(items) >= least and len(set(map(type_before_parametrizations, items))) == 1
+        a_list = path and alike and isinstance(m, nn.ModuleList | nn.Sequential)
+        outermost = not any(path.startswith(f"{around}.") for around in found)
+        if a_list and outermost and next(items[0].parameters(), None) is not None:
+            found.append(path)
     return found
 
 
 def units_of(module: nn.Module, blocks: Sequence[str]) -> list[str]:
     """List the units: the blocks, and the other children of the modules around them."""
-    around = {""}
-    for b in blocks:
-        parts = b.split(".")
-        around |= {".".join(parts[:i]) for i in range(len(parts))}
+    around = {"", *(b[:i] for b in blocks for i in range(len(b)) if b[i] == ".")}
     names = [n for n, _ in module.named_modules()]
     return [n for n in names if n and n not in around and n.rpartition(".")[0] in around]
 
 
+Block = TypeVar("Block")
 Run = tuple[int, int, int]
 """Stage, and the blocks that it has: the first, and the first that it has not."""
 
@@ -109,47 +101,34 @@ def dealt(costs: Sequence[float], parts: int, refused: Collection[Run] = ()) -> 
     return best[count][1] if count in best else []
 
 
-class Fitting:
-    """Search of the fastest cut of a chain in which no stage holds more bytes than it may.
+def fitting(
+    chain: Mapping[Block, float], stages: int, peaks: Callable[[list[Block]], Sequence[int]]
+) -> Callable[[float], tuple[list[Block], list[int]]]:
+    """Return a search: bytes -> the fastest cut of a chain in which no stage holds more.
 
+    A cut is where the stages begin, and the bytes that each holds; both are empty where none fits.
     The fastest cut is priced, and again without the runs that held too much, until one fits.  It is
     the fastest of all where a stage does not hold less with more blocks.
 
-    ``costs``   of each block; ``stages`` how many.
+    ``chain``   block -> its cost; ``stages`` how many.
     ``peaks``   where the stages begin -> bytes that each holds.
 
     >>> in_flight = lambda begins: [2 * begins[1], 4 - begins[1]]  # of four blocks in two stages
-    >>> chain = Fitting([1, 1, 1, 1], 2, in_flight)
-    >>> chain.within(4), chain.within(3), chain.within(2), chain.least()
-    ([0, 2], [0, 1], [], ([0, 1], [2, 3]))
+    >>> within = fitting(dict.fromkeys(range(4), 1), 2, in_flight)
+    >>> within(4), within(3), within(2)
+    (([0, 2], [4, 2]), ([0, 1], [2, 3]), ([], []))
     """
+    blocks, costs = [*chain], [*chain.values()]
+    held: dict[Run, int] = {}
 
-    def __init__(
-        self, costs: Sequence[float], stages: int, peaks: Callable[[list[int]], Sequence[int]]
-    ) -> None:
-        self.costs, self.stages, self.peaks = costs, stages, peaks
-        self.held: dict[Run, int] = {}
+    def within(memory: float) -> tuple[list[Block], list[int]]:
+        while begins := dealt(costs, stages, {run for run, n in held.items() if n > memory}):
+            runs = [(s, a, b) for s, (a, b) in enumerate(pairwise([*begins, len(costs)]))]
+            at = [blocks[i] for i in begins]
+            if not held.keys() >= {*runs}:
+                held.update(zip(runs, peaks(at), strict=True))
+            if max(each := [held[run] for run in runs]) <= memory:
+                return at, each
+        return [], []
 
-    def within(self, memory: float) -> list[int]:
-        """Return where the stages begin; nothing where no cut fits."""
-        refused = {run for run, held in self.held.items() if held > memory}
-        while begins := dealt(self.costs, self.stages, refused):
-            runs = self._runs(begins)
-            if not self.held.keys() >= {*runs}:
-                self.held.update(zip(runs, self.peaks(begins), strict=True))
-            over = {run for run in runs if self.held[run] > memory}
-            if not over:
-                return begins
-            refused |= over
-        return []
-
-    def least(self) -> tuple[list[int], list[int]]:
-        """Return the cut whose largest stage holds least, and what each of its stages holds."""
-        begins, held = self.within(math.inf), [0]
-        while begins:
-            found, held = begins, [self.held[run] for run in self._runs(begins)]
-            begins = self.within(max(held) - 1)
-        return found, held
-
-    def _runs(self, begins: Sequence[int]) -> list[Run]:
-        return [(s, a, b) for s, (a, b) in enumerate(pairwise([*begins, len(self.costs)]))]
+    return within

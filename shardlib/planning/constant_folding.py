@@ -102,8 +102,7 @@ class Answers:
     """Values that a run asked for, computed from the values that it was told.
 
     Of the operations that a ``Known`` computes, those whose operands it was told, and its answers:
-    a run that is told others takes the same branches if its answers are the same.  Nothing is
-    recorded once it is ``closed``.
+    a run that is told others takes the same branches if its answers are the same.
     """
 
     def __init__(self) -> None:
@@ -111,7 +110,6 @@ class Answers:
         self.reached: set[int] = set()
         self.steps: list[tuple[Func, Any, Tensor | None]] = []
         self.asked = 0
-        self.closed = False
 
     def tell(self, x: Tensor) -> None:
         """Record that the next told value is that of a tensor."""
@@ -122,7 +120,7 @@ class Answers:
         self, func: Func, args: Args, kwargs: Kwargs, out: Tensor | None, values: dict[int, Tensor]
     ) -> None:
         """Record an operation if it depends on what was told; ``out`` None: its result is asked."""
-        if self.closed or not any(id(x) in self.reached for x in tensors_in((args, kwargs))):
+        if not any(id(x) in self.reached for x in tensors_in((args, kwargs))):
             return
 
         def constant(x: Any) -> Any:

@@ -32,7 +32,7 @@ def test_stages_get_what_they_need_and_nothing_else() -> None:
     with sl.simulate(pipe=4):
         apply, _ = sl.parallelize(_Skips(), [("*", "...")], stages=sl.Stages("pipe"))
     cut = apply.stages.first
-    crossing = [[str(k.call) for k in row] for row in cut.needs]
+    crossing = [[str(k.call) for k, to in cut.users.items() if s in to] for s in range(4)]
     assert crossing == [[], ["blocks.0"], ["blocks.1"], ["embed", "blocks.3"]]
     held = [sorted({n.split(".")[1] for n in row if "blocks" in n}) for row in cut.params]
     assert held == [["0"], ["1"], ["2", "3"], ["3"]]
@@ -66,7 +66,11 @@ class _Passes(nn.Module):
         h = self.linear(x)
         if self.number == 0:
             kept.update(
-                {"keeps its result": {"x": h}, "keeps its argument": {"x": x}}.get(self.way, {})
+                {
+                    "keeps its result": {"x": h},
+                    "keeps its argument": {"x": x},
+                    "between": {"between": h},
+                }.get(self.way, {})
             )
         kept.setdefault("squares", []).append(h.square().mean())
         # silent where another stage kept it
@@ -93,11 +97,14 @@ class _Around(nn.Module):
             first, x = x, block(x)
             if self.way == "writes" and i == 1:
                 x = x + first
+            if self.way == "between" and i == 0:
+                # all stages run this, and only the first has it
+                x = x + self.kept["between"]
         return x + sum(self.kept["squares"]) if self.way in ("squares", "hook") else x
 
 
 @pytest.mark.parametrize(
-    "way", ["keeps its result", "keeps its argument", "writes", "squares", "hook"]
+    "way", ["keeps its result", "keeps its argument", "writes", "squares", "hook", "between"]
 )
 def test_tensors_that_pass_otherwise_than_as_results_are_refused(way: str) -> None:
     net, whole = _Around(way).double(), [("*", "...")]

@@ -117,7 +117,7 @@ def _cut_of(**how: Any) -> tuple[tuple[str, ...], list[float], Any]:
         apply, params = sl.parallelize(model, [("*", "...")], inputs=inputs, stages=stages)
         said = sl.explain(apply, params, ids.repeat(6, 1), microbatches=6)
     first = apply.stages.first
-    return tuple(map(str, apply.stages.begins)), [*first.chain.values()], said
+    return tuple(map(str, first.begins)), [*first.chain.values()], said
 
 
 def test_the_cut_within_a_memory_is_the_fastest_that_is_explained_to_fit() -> None:

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import shardlib as sl
-from shardlib.pipeline.units import Fitting, blocks_of, dealt, units_of
+from shardlib.pipeline.units import blocks_of, dealt, fitting, units_of
 
 
 class _Net(nn.Module):
@@ -75,11 +75,11 @@ def test_the_cut_within_a_memory_is_the_fastest_of_all_cuts(
 
     every = [(0, *rest) for rest in itertools.combinations(range(1, len(blocks)), parts - 1)]
     fits = [cut for cut in every if max(peaks(cut)) <= memory]
-    chain = Fitting([seconds for seconds, _, _ in blocks], parts, price)
-    found = tuple(chain.within(memory))
-    assert bool(found) == bool(fits)
+    within = fitting({i: block[0] for i, block in enumerate(blocks)}, parts, price)
+    found, held = within(memory)
+    assert bool(found) == bool(fits) and held == (peaks(tuple(found)) if found else [])
     if found:
-        assert found in fits and slowest(found) == min(map(slowest, fits))
-    begins, held = chain.least()
-    assert held == peaks(tuple(begins)) and max(held) == min(max(peaks(cut)) for cut in every)
+        assert tuple(found) in fits and slowest(tuple(found)) == min(map(slowest, fits))
+    least = min(max(peaks(cut)) for cut in every)
+    assert not within(least - 1)[0] and max(within(least)[1]) == least
     assert len({*priced}) == len(priced)
