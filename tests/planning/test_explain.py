@@ -376,6 +376,8 @@ def test_what_is_made_for_its_sizes_alone_is_no_memory_and_no_work(call: str) ->
             if "odd" in call:
                 # whole rows against the columns of a rank
                 p["x"] = sl.shard(torch.empty(2, 64, device="meta"), "...", mesh)
-            said = sl.explain(lambda p: SHAPED[call](p), {k: v.requires_grad_() for k, v in p.items()})
+            said = sl.explain(
+                lambda p: SHAPED[call](p), {k: v.requires_grad_() for k, v in p.items()}
+            )
         found.append((said.transient, said.work.flops))
     assert found[1][0] <= 2 * found[0][0] and found[1][1] == found[0][1]
