@@ -121,7 +121,7 @@ class TieredRoom(Room):
         self.cache.spare(nbytes)
 
     def settle(self, most: int) -> None:
-        """Wait for gradients on their way until at most so many are left."""
+        """Wait for gradients on their way until at most so many are left, and send what is summed."""
         while len(self.flying) + len(self.sent) > most:
             if self.sent:
                 ticket, out = self.sent.pop(0)
@@ -129,6 +129,8 @@ class TieredRoom(Room):
                 self.memory.give(out)
             else:
                 self.flying.pop(0)()
+        while self.flying:
+            self.flying.pop(0)()
 
     def send(self, name: str, out: Tensor) -> tuple[Ticket, Tensor]:
         """Post the copy of a reduced gradient to a row of the host, which is returned."""

@@ -1,0 +1,183 @@
+"""Memory tiers behind a throttled link, against memory, torch's offload, and what is computed.
+
+    python -m benchmarks.tiers link       step time by load over compute, with and without depth
+    python -m benchmarks.tiers overhead   everything resident over stage 3, and Python per chunk
+
+A step is forward, backward, a clip by the global norm and AdamW, of equal blocks of two square
+matrices, in one process of one thread (and the threads of the tiers).  All contestants of a part
+are interleaved step by step, figures are medians of each round's ratio.
+
+Behind the throttled link a product is a pause of so many milliseconds, as on a device that computes
+while the host moves: processors that others use change no figure.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+import shardlib as sl
+from benchmarks.overlap import Paced
+
+__all__ = ["main"]
+
+o = sl.optim
+
+
+class Block(nn.Module):
+    """Two square matrices."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = (nn.Linear(width, width, bias=False) for _ in range(2))
+
+    def forward(self, x: Any) -> Any:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+@dataclass
+class Contestant:
+    """A training step; the seconds of each, of the clock and of the processor."""
+
+    step: Callable[[], object]
+    tiers: Any = None
+    cache: Any = None
+    seconds: list[float] = field(default_factory=list)
+    used: list[float] = field(default_factory=list)
+
+    def run(self) -> None:
+        began, used = time.perf_counter(), time.process_time()
+        self.step()
+        self.seconds.append(time.perf_counter() - began)
+        self.used.append(time.process_time() - used)
+
+
+def contestant(
+    layers: int, width: int, tokens: int, tiers: Any, product: float = 0.0
+) -> Contestant:
+    """Make a training step on one rank, in memory or in tiers; ``product``: its seconds, if paced."""
+    with sl.simulate(data=1) as mesh:
+        torch.manual_seed(0)
+        net = nn.Sequential(*[Block(width) for _ in range(layers)])
+        apply, params = sl.parallelize(net, [("*", "...")], inputs={"input": "data ."})
+        inner = o.chain(o.clip_by_global_norm(1.0), o.adamw(1e-3))
+        tx = o.zero(inner, "data", 3, tiers=tiers)
+        held: Any = [tx.shard(params)]
+        held.append(tx.init(held[0]))
+        x = torch.randn(tokens, width)
+        run = sl.value_and_grad(lambda p: apply(p, x).square().mean(), into=tx)
+
+    mode: Any = Paced(product / (2 * tokens * width**2)) if product else nullcontext()
+
+    def step() -> None:
+        with sl.use_mesh(mesh), mode:
+            _, grads = run(held[0])
+            held[0], held[1], _ = o.step(tx, held[0], grads, held[1])
+
+    return Contestant(step, tiers, held[0].cache if tiers else None)
+
+
+def interleaved(some: dict[str, Contestant], rounds: int) -> None:
+    """Run each once to warm up, then round by round, the order turned at each."""
+    for c in some.values():
+        c.step()
+        c.step()
+    names = list(some)
+    for i in range(rounds):
+        for name in names[i % len(names) :] + names[: i % len(names)]:
+            some[name].run()
+
+
+def ratio(a: Contestant, b: Contestant, what: str = "seconds") -> float:
+    """Return the median of each round's ratio."""
+    return statistics.median(x / y for x, y in zip(getattr(a, what), getattr(b, what), strict=True))
+
+
+# ---------------------------------------------------------------- a throttled link
+
+
+def link(args: argparse.Namespace) -> int:
+    """Print step times over those in memory, and over the larger of link and compute.
+
+    ``phases``  the larger of both in forward, where all blocks are loaded after their update, and in
+                backward, where all gradients are sent before the next one: the least there is.
+    """
+    L, room, part = args.layers, args.room, 8 * args.width**2
+    forward = 2 * args.product / 1e3
+    made = (L, args.width, args.tokens)
+    some = {"memory": contestant(*made, None, args.product / 1e3)}
+    for load in args.loads:
+        for depth in (2, 0):
+            tiers = o.Tiers(device=(2 + room) * part, rate=part / (load * forward), depth=depth)
+            some[f"{load} {depth}"] = contestant(*made, tiers, args.product / 1e3)
+    interleaved(some, args.rounds)
+    memory = some.pop("memory")
+    step = statistics.median(memory.seconds)
+    print(
+        f"{L} blocks of {part / 1e6:.2f} MB, room for {room}: forward {1e3 * forward:.0f} ms a block, "
+        f"a step in memory {step:.3f} s, {2 * L - room} loads"
+    )
+    print("load/forward depth  busy  / memory  / larger  / phases")
+    for name, c in some.items():
+        load, depth = name.split()
+        one = float(load) * forward
+        busy = (2 * L - room) * one / step
+        # forward loads all blocks, backward sends all gradients, and neither may begin sooner
+        phases = max(L * one, L * forward) + max(L * one, step - L * forward)
+        over = ratio(c, memory)
+        print(
+            f"{load:>12}{depth:>6}{busy:>6.2f}{over:>10.3f}{over / max(busy, 1.0):>10.3f}"
+            f"{over * step / phases:>10.3f}"
+        )
+    return 0
+
+
+# ---------------------------------------------------------------- everything resident
+
+
+def overhead(args: argparse.Namespace) -> int:
+    """Print the processor's time of a step in tiers without a budget over stage 3 in memory."""
+    for width, tokens in ((512, 1024), (64, 16)):
+        some = {
+            "memory": contestant(args.layers, width, tokens, None),
+            "tiers": contestant(args.layers, width, tokens, o.Tiers()),
+        }
+        rounds = args.rounds if width > 64 else 10 * args.rounds
+        interleaved(some, rounds)
+        a, b = some["tiers"], some["memory"]
+        more = statistics.median(x - y for x, y in zip(a.used, b.used, strict=True))
+        print(
+            f"{args.layers} blocks of {8 * width**2 / 1e6:.2f} MB: processor {ratio(a, b, 'used'):.3f}, "
+            f"time {ratio(a, b):.3f} of {1e3 * statistics.median(b.seconds):.1f} ms, "
+            f"{1e3 * more / args.layers:.3f} ms more a block"
+        )
+    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    p.add_argument("part", choices=["link", "overhead"])
+    p.add_argument("--layers", type=int, default=8)
+    p.add_argument("--width", type=int, default=128)
+    p.add_argument("--tokens", type=int, default=16)
+    p.add_argument("--room", type=int, default=3)
+    p.add_argument("--rounds", type=int, default=7)
+    p.add_argument("--product", type=float, default=10.0, help="milliseconds of a paced product")
+    p.add_argument(
+        "--loads", type=lambda t: [float(x) for x in t.split(",")], default=[0.5, 0.9, 1.5, 3.0]
+    )
+    args = p.parse_args(argv)
+    torch.set_num_threads(1)
+    return globals()[args.part](args)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
