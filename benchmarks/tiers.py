@@ -51,9 +51,12 @@ class Contestant:
     seconds: list[float] = field(default_factory=list)
     used: list[float] = field(default_factory=list)
 
-    def run(self) -> None:
+    def run(self, whole: bool = False) -> None:
+        """Time a step; ``whole``: with the updates that it has posted."""
         began, used = time.perf_counter(), time.process_time()
         self.step()
+        for chunk in self.cache.chunks if whole and self.cache else ():
+            self.cache.wait(chunk)
         self.seconds.append(time.perf_counter() - began)
         self.used.append(time.process_time() - used)
 
@@ -83,7 +86,7 @@ def contestant(
     return Contestant(step, tiers, held[0].cache if tiers else None)
 
 
-def interleaved(some: dict[str, Contestant], rounds: int) -> None:
+def interleaved(some: dict[str, Contestant], rounds: int, whole: bool = False) -> None:
     """Run each once to warm up, then round by round, the order turned at each."""
     for c in some.values():
         c.step()
@@ -91,7 +94,7 @@ def interleaved(some: dict[str, Contestant], rounds: int) -> None:
     names = list(some)
     for i in range(rounds):
         for name in names[i % len(names) :] + names[: i % len(names)]:
-            some[name].run()
+            some[name].run(whole)
 
 
 def ratio(a: Contestant, b: Contestant, what: str = "seconds") -> float:
@@ -149,7 +152,7 @@ def overhead(args: argparse.Namespace) -> int:
             "tiers": contestant(args.layers, width, tokens, o.Tiers()),
         }
         rounds = args.rounds if width > 64 else 10 * args.rounds
-        interleaved(some, rounds)
+        interleaved(some, rounds, whole=True)
         a, b = some["tiers"], some["memory"]
         more = statistics.median(x - y for x, y in zip(a.used, b.used, strict=True))
         print(

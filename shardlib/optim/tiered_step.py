@@ -30,6 +30,9 @@ from shardlib.tensor import Facts, ShardedTensor
 from shardlib.tiers.buffers import host_memory
 from shardlib.tiers.mover import Ticket
 
+GROUP = 1 << 20
+"""Bytes of parameters below which Python takes longer than the update itself."""
+
 
 class HostMemory(Memory):
     """A pool of vectors in host memory."""
@@ -70,13 +73,15 @@ class _ChunkNorms(dict[Any, Any]):
 
     def __init__(self, every: GlobalNorms, grads: Buckets) -> None:
         super().__init__()
-        self.every, self.ids = every, tuple(map(id, grads.values()))
+        # in the order of the index, as a norm of them all takes them
+        self.every, self.ids = every, tuple(map(id, grads.tree_flatten()[0]))
 
     def __contains__(self, key: object) -> bool:
         p, *ids = key  # type: ignore[misc]
         if tuple(ids) == self.ids:
             self[key] = (), self.every.of(p)
         elif not super().__contains__(key):
+            assert self.every.grads is None, "a chunk's norm in place of all gradients'"
             self.every.strange = True
         return super().__contains__(key)
 
@@ -154,11 +159,12 @@ class TieredParameters(SplitParameters):
         # taken now: the values are given up when the step returns
         if step.skipped:
             rest = []
-        jobs = [(n, _taken(n, given, state, mine)) for n in rest]
+        jobs = [(n, _taken(n, given, state, mine)) for n in _grouped(cache, rest)]
         tickets: dict[str, Ticket | None] = {cache.chunk_of[first[0]]: None}
         for names, trees in jobs:
             job = partial(self._update, norms, trees, replace(begun))
-            tickets[cache.chunk_of[names[0]]] = cache.movers.updates.submit(job)
+            ticket = cache.movers.updates.submit(job)
+            tickets.update((cache.chunk_of[n], ticket) for n in names)
         cache.end_step(tickets)
         return _merged(after, state)
 
@@ -291,6 +297,19 @@ def _in_order(cache: ChunkCache, chunks: list[tuple[str, ...]]) -> list[tuple[st
     """Sort chunks by the order in which the step before read them, which the next one repeats."""
     order = {c: i for i, c in enumerate(dict.fromkeys((*cache.trace, *cache.chunks)))}
     return sorted(chunks, key=lambda names: order[cache.chunk_of[names[0]]])
+
+
+def _grouped(cache: ChunkCache, chunks: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Join chunks to groups of GROUP bytes at least, each of which one job updates."""
+    found: list[tuple[str, ...]] = []
+    size = GROUP
+    for names in chunks:
+        if size >= GROUP:
+            found.append(())
+            size = 0
+        found[-1] += names
+        size += cache.sizes[cache.chunk_of[names[0]]]
+    return found
 
 
 def _stored(tree: Tree, names: tuple[str, ...], copy: bool = False) -> Any:
