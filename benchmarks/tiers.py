@@ -2,6 +2,8 @@
 
     python -m benchmarks.tiers link       step time by load over compute, with and without depth
     python -m benchmarks.tiers overhead   everything resident over stage 3, and Python per chunk
+    python -m benchmarks.tiers peers --width 512 --tokens 512
+                                          against FSDP2 with CPUOffloadPolicy, on two gloo ranks
 
 A step is forward, backward, a clip by the global norm and AdamW, of equal blocks of two square
 matrices, in one process of one thread (and the threads of the tiers).  All contestants of a part
@@ -12,6 +14,8 @@ while the host moves: processors that others use change no figure.
 """
 
 import argparse
+import os
+import socket
 import statistics
 import time
 from collections.abc import Callable
@@ -20,7 +24,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import multiprocessing, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 import shardlib as sl
 from benchmarks.overlap import Paced
@@ -45,7 +52,7 @@ class Block(nn.Module):
 class Contestant:
     """A training step; the seconds of each, of the clock and of the processor."""
 
-    step: Callable[[], object]
+    step: Callable[[], float]
     tiers: Any = None
     cache: Any = None
     seconds: list[float] = field(default_factory=list)
@@ -61,13 +68,20 @@ class Contestant:
         self.used.append(time.process_time() - used)
 
 
+def network(layers: int, width: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[Block(width) for _ in range(layers)])
+
+
 def contestant(
-    layers: int, width: int, tokens: int, tiers: Any, product: float = 0.0
+    layers: int, width: int, tokens: int, tiers: Any, product: float = 0.0, mesh: Any = None
 ) -> Contestant:
-    """Make a training step on one rank, in memory or in tiers; ``product``: its seconds, if paced."""
-    with sl.simulate(data=1) as mesh:
-        torch.manual_seed(0)
-        net = nn.Sequential(*[Block(width) for _ in range(layers)])
+    """Make a training step, in memory or in tiers, by default on one rank.
+
+    ``product``  the seconds of a product, if it is paced.
+    """
+    with sl.use_mesh(mesh) if mesh else sl.simulate(data=1) as mesh:
+        net = network(layers, width)
         apply, params = sl.parallelize(net, [("*", "...")], inputs={"input": "data ."})
         inner = o.chain(o.clip_by_global_norm(1.0), o.adamw(1e-3))
         tx = o.zero(inner, "data", 3, tiers=tiers)
@@ -78,10 +92,11 @@ def contestant(
 
     mode: Any = Paced(product / (2 * tokens * width**2)) if product else nullcontext()
 
-    def step() -> None:
+    def step() -> float:
         with sl.use_mesh(mesh), mode:
-            _, grads = run(held[0])
+            loss, grads = run(held[0])
             held[0], held[1], _ = o.step(tx, held[0], grads, held[1])
+        return loss.item()
 
     return Contestant(step, tiers, held[0].cache if tiers else None)
 
@@ -163,11 +178,82 @@ def overhead(args: argparse.Namespace) -> int:
     return 0
 
 
+# ---------------------------------------------------------------- torch's offload
+
+
+def fsdp2(args: argparse.Namespace) -> Contestant:
+    """The same step by FSDP2 with CPUOffloadPolicy."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    net, how = network(args.layers, args.width), CPUOffloadPolicy(pin_memory=False)
+    for block in (*net, net):
+        fully_shard(block, mesh=mesh, offload_policy=how)
+    update = torch.optim.AdamW(net.parameters(), 1e-3, weight_decay=0.01, fused=True)
+    x = torch.randn(args.tokens, args.width).chunk(dist.get_world_size())[dist.get_rank()]
+
+    def step() -> float:
+        loss = net(x).square().mean()
+        loss.backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        update.step()
+        update.zero_grad()
+        dist.all_reduce(mean := loss.detach())
+        return float(mean) / dist.get_world_size()
+
+    return Contestant(step)
+
+
+def ranked(rank: int, port: int, args: argparse.Namespace) -> None:
+    """Run by every rank: print our times over those of FSDP2, on the same ranks."""
+    torch.set_num_threads(1)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    dist.init_process_group("gloo", rank=rank, world_size=args.ranks)
+    part = 8 * args.width**2
+    mesh = sl.make_mesh(device="cpu", data=args.ranks)
+    made = (args.layers, args.width, args.tokens)
+    theirs = fsdp2(args)
+    some = {
+        "memory": contestant(*made, None, mesh=mesh),
+        "tiers, all": contestant(*made, o.Tiers(), mesh=mesh),
+        # gathered and reduced: two of each, beside three parts
+        "tiers": contestant(*made, o.Tiers(device=8 * part + 3 * part // args.ranks), mesh=mesh),
+        "FSDP2, offload": theirs,
+    }
+    first = {name: c.step() for name, c in some.items()}
+    interleaved(some, args.rounds)
+    last = {name: c.step() for name, c in some.items()}
+    for c in some.values():
+        used = torch.tensor(c.used, dtype=torch.float64)
+        dist.all_reduce(used)
+        c.used = used.tolist()
+    if rank == 0:
+        print(f"{args.ranks} ranks, {args.layers} blocks of {part / 1e6:.1f} MB; medians of ratios")
+        print("                  seconds  / FSDP2  processor / FSDP2  losses")
+        for name, c in some.items():
+            print(
+                f"{name:<16}{statistics.median(c.seconds):>9.3f}{ratio(c, theirs):>9.2f}"
+                f"{ratio(c, theirs, 'used'):>19.2f}  {first[name]:.6f} {last[name]:.6f}"
+            )
+        for name in ("tiers, all", "tiers"):
+            peak = {t: f"{n / 1e6:.1f} MB" for t, n in some[name].tiers.ledger.peak.items()}
+            print(f"{name}: peaks of a rank {peak}")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def peers(args: argparse.Namespace) -> int:
+    """Print a step in tiers over one of FSDP2 with CPUOffloadPolicy, on the same gloo ranks."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    multiprocessing.spawn(ranked, (port, args), args.ranks)
+    return 0
+
+
 def main(argv: list[str] | None = None) -> int:
     p = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    p.add_argument("part", choices=["link", "overhead"])
+    p.add_argument("part", choices=["link", "overhead", "peers"])
+    p.add_argument("--ranks", type=int, default=2)
     p.add_argument("--layers", type=int, default=8)
     p.add_argument("--width", type=int, default=128)
     p.add_argument("--tokens", type=int, default=16)
