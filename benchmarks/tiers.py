@@ -131,7 +131,7 @@ def link(args: argparse.Namespace) -> int:
     made = (L, args.width, args.tokens)
     some = {"memory": contestant(*made, None, args.product / 1e3)}
     for load in args.loads:
-        for depth in (2, 0):
+        for depth in (None, 0):
             tiers = o.Tiers(device=(2 + room) * part, rate=part / (load * forward), depth=depth)
             some[f"{load} {depth}"] = contestant(*made, tiers, args.product / 1e3)
     interleaved(some, args.rounds)
@@ -143,7 +143,7 @@ def link(args: argparse.Namespace) -> int:
     )
     print("load/forward depth  busy  / memory  / larger  / phases")
     for name, c in some.items():
-        load, depth = name.split()
+        load, depth = name.split()[0], c.cache.depth
         one = float(load) * forward
         busy = (2 * L - room) * one / step
         # forward loads all blocks, backward sends all gradients, and neither may begin sooner

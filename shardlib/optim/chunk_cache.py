@@ -16,11 +16,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardlib.collectives import played
+from shardlib.collectives import played, pmax
 from shardlib.errors import ShardError
 from shardlib.mesh import Mesh
 from shardlib.optim.buckets import Bucket, Index, Memory, Room
+from shardlib.optim.norms import over_ranks
 from shardlib.tiers.buffers import Buffers, host_row
+from shardlib.tiers.depth import Times
 from shardlib.tiers.ledger import Ledger
 from shardlib.tiers.mover import Mover, Ticket
 from shardlib.tiers.schedule import TRANSITIONS, State, Uses, moves
@@ -171,12 +173,14 @@ class ChunkCache:
         mesh: Mesh,
         ledger: Ledger,
         movers: Movers,
-        depth: int,
+        depth: int | None,
         device: torch.device,
     ) -> None:
         # not the index, whose room refers to this: memory is freed without the collector
         self.mesh, self.ledger, self.movers = mesh, ledger, movers
-        self.device, self.depth = device, depth
+        self.device, self.asked = device, depth
+        self.depth = 2 if depth is None else depth
+        self.times = Times(device if movers.loads.stream is not None else None, depth is None)
         self.shares = len(played(mesh))
         self.chunk_of: dict[str, str] = {}
         self.block_of: dict[str, str] = {}
@@ -242,7 +246,7 @@ class ChunkCache:
 
     def like(self, index: Index) -> "ChunkCache":
         """Return an empty cache for an equal index."""
-        return ChunkCache(index, self.mesh, self.ledger, self.movers, self.depth, self.device)
+        return ChunkCache(index, self.mesh, self.ledger, self.movers, self.asked, self.device)
 
     def keep(self, name: str, part: Tensor) -> None:
         """Copy a part to host memory, as the row of a bucket."""
@@ -262,7 +266,9 @@ class ChunkCache:
         """
         chunk = self.chunk_of[name]
         if chunk not in self.used or not self._is_valid(chunk):
-            self._use(chunk)
+            with self.times:
+                self._use(chunk)
+                self.copies[chunk].ticket.wait()
         self.copies[chunk].ticket.wait()
         return self.copies[chunk].parts[name]
 
@@ -322,6 +328,8 @@ class ChunkCache:
             self.parts.until(x, ticket)
         self.copies[chunk] = _Copy(parts, ticket, versions)
         self.loads += 1
+        if self.times.measures:
+            self.times.loads[chunk] = ticket
 
     def _loaded(self, chunk: str) -> None:
         if self.states.get(chunk) == "loading":
@@ -369,9 +377,20 @@ class ChunkCache:
         stale = frozenset(updated)
         if self.trace and (tuple(self.trace) != self.uses.order or stale != self.uses.stale):
             self.uses = Uses(self.trace, stale)
+            self.times.clear(self.asked is None)
+        elif self.times.measures and self.steps:
+            self._measured()
+        else:
+            self.times.clear(self.times.measures)
         self.trace = []
         self.at = -1
         self.steps += 1
+
+    def _measured(self) -> None:
+        """Choose the depth from a step that repeated the one before it: the most of all ranks'."""
+        mine = torch.tensor(self.times.depth(self.trace), dtype=torch.float64)
+        self.depth = int(over_ranks([mine] * self.shares, self.mesh, pmax))
+        self.times.clear(False)
 
 
 def block_of(index: Index, bucket: Bucket) -> tuple[str, bool]:

@@ -45,7 +45,8 @@ class Tiers:
                 block's gradients, until they are in their bucket, are not counted.
     ``host``    bytes for parameters, gradients and optimizer state.
     ``update``  "host": a thread updates chunks in host memory while the next forward runs.
-    ``depth``   how many uses early a block is loaded, where there are bytes.
+    ``depth``   how many uses early a block is loaded, where there are bytes; None: as measured in
+                the first steps, of links and computation.
     ``rate``    bytes a second to which each direction is held on a CPU, in place of a link.
 
     Sizes are numbers or texts such as "8GB"; None: any number.  Transforms with the same ``Tiers``
@@ -58,7 +59,7 @@ class Tiers:
     device: float | str | None = None
     host: float | str | None = None
     update: Literal["host"] = "host"
-    depth: int = 2
+    depth: int | None = None
     rate: float | None = None
 
     def __post_init__(self) -> None:
@@ -69,7 +70,7 @@ class Tiers:
                 op="tiers",
                 fix='sl.optim.Tiers(device="8GB", update="host")',
             )
-        if type(self.depth) is not int or self.depth < 0:
+        if self.depth is not None and (type(self.depth) is not int or self.depth < 0):
             raise ShardError(
                 f"depth={self.depth!r} is no number of uses",
                 op="tiers",

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from shardlib.collectives import Moment
 from shardlib.errors import user_line
 
 SMALL = 1 << 16
@@ -23,9 +24,9 @@ SMALL = 1 << 16
 
 
 class Ticket:
-    """A job that was given to a mover."""
+    """A job that was given to a mover; ``span``: when it began and ended, on a link or a stream."""
 
-    __slots__ = ("error", "event", "finished", "line", "result")
+    __slots__ = ("error", "event", "finished", "line", "result", "span")
 
     def __init__(self, line: str) -> None:
         self.finished = threading.Event()
@@ -33,6 +34,7 @@ class Ticket:
         self.event: torch.Event | None = None
         self.result: Any = None
         self.line = line
+        self.span: tuple[Any, Any] | None = None
 
     def wait(self) -> Any:
         """Return the job's result; on an accelerator the current stream waits for it.
@@ -112,6 +114,7 @@ def _serve(due: SimpleQueue[Any], stream: Any, rate: float | None) -> None:
         began = time.perf_counter()
         for other in after:
             other.finished.wait()
+        start: Any = time.perf_counter()
         if rate and nbytes:
             free = max(free, began, time.perf_counter()) + nbytes / rate
             time.sleep(max(free - time.perf_counter(), 0.0))
@@ -125,13 +128,17 @@ def _serve(due: SimpleQueue[Any], stream: Any, rate: float | None) -> None:
                     if stream is None:
                         arrived = other.on_host
                     arrived()
+                if stream is not None:
+                    start = Moment(stream.device)
                 ticket.result = context.run(job)
             except BaseException as error:
                 error.add_note(f"in a job of a memory tier, submitted at {ticket.line}")
                 ticket.error = error
+            end: Any = time.perf_counter()
             if stream is not None:
-                ticket.event = torch.Event(stream.device)
-                ticket.event.record(stream)
+                end = Moment(stream.device)
+                ticket.event = end.event
+            ticket.span = start, end
         # before it is known to have ended: a buffer that a job refers to is in use
         del item, context, job, after, before
         ticket.finished.set()
