@@ -55,6 +55,9 @@ class Contestant:
     step: Callable[[], float]
     tiers: Any = None
     cache: Any = None
+    loss: Any = None
+    held: Any = None
+    tx: Any = None
     seconds: list[float] = field(default_factory=list)
     used: list[float] = field(default_factory=list)
 
@@ -88,7 +91,8 @@ def contestant(
         held: Any = [tx.shard(params)]
         held.append(tx.init(held[0]))
         x = torch.randn(tokens, width)
-        run = sl.value_and_grad(lambda p: apply(p, x).square().mean(), into=tx)
+        loss_of = lambda p: apply(p, x).square().mean()  # noqa: E731
+        run = sl.value_and_grad(loss_of, into=tx)
 
     mode: Any = Paced(product / (2 * tokens * width**2)) if product else nullcontext()
 
@@ -98,7 +102,7 @@ def contestant(
             held[0], held[1], _ = o.step(tx, held[0], grads, held[1])
         return loss.item()
 
-    return Contestant(step, tiers, held[0].cache if tiers else None)
+    return Contestant(step, tiers, held[0].cache if tiers else None, loss_of, held, tx)
 
 
 def interleaved(some: dict[str, Contestant], rounds: int, whole: bool = False) -> None:
@@ -123,6 +127,7 @@ def ratio(a: Contestant, b: Contestant, what: str = "seconds") -> float:
 def link(args: argparse.Namespace) -> int:
     """Print step times over those in memory, and over the larger of link and compute.
 
+    ``explain``  what ``sl.explain`` says before, from the pace of products and the link.
     ``phases``  the larger of both in forward, where all blocks are loaded after their update, and in
                 backward, where all gradients are sent before the next one: the least there is.
     """
@@ -141,17 +146,21 @@ def link(args: argparse.Namespace) -> int:
         f"{L} blocks of {part / 1e6:.2f} MB, room for {room}: forward {1e3 * forward:.0f} ms a block, "
         f"a step in memory {step:.3f} s, {2 * L - room} loads"
     )
-    print("load/forward depth  busy  / memory  / larger  / phases")
+    print("load/forward depth  busy  / memory  / larger  / phases  / explain")
     for name, c in some.items():
         load, depth = name.split()[0], c.cache.depth
         one = float(load) * forward
         busy = (2 * L - room) * one / step
         # forward loads all blocks, backward sends all gradients, and neither may begin sooner
         phases = max(L * one, L * forward) + max(L * one, step - L * forward)
-        over = ratio(c, memory)
+        over, took = ratio(c, memory), statistics.median(c.seconds)
+        # products at the pace, without what Python takes beside them
+        pace = 2 * args.tokens * args.width**2 / (args.product / 1e3)
+        how = sl.planning.Cluster(memory=1.0, flops=pace, host=part / one)
+        said = sl.explain(c.loss, c.held[0], tx=c.tx, cluster=how).tiers
         print(
             f"{load:>12}{depth:>6}{busy:>6.2f}{over:>10.3f}{over / max(busy, 1.0):>10.3f}"
-            f"{over * step / phases:>10.3f}"
+            f"{over * step / phases:>10.3f}{took / said.seconds:>11.3f}"
         )
     return 0
 

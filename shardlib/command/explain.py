@@ -28,6 +28,6 @@ def explain_run(config: Config) -> Explanation:
         made = built(config, values=False)
         batch = next(iter(batches(made, rows_of(config))))
         if "stages" not in config.tables:
-            return explain(made.loss, made.params, (batch,), tx=made.tx)
+            return explain(made.loss, made.start(), (batch,), tx=made.tx)
         count = config.tables.get("microbatches", 1)
         return explain(made.loss, made.params, (batch,), tx=made.tx, microbatches=count)

@@ -6,6 +6,7 @@ budget raises.  Kinds are ``KINDS``.
 
 import threading
 from collections import Counter
+from contextlib import suppress
 
 from shardlib.capacity import bytes_in
 from shardlib.errors import BadArgument, ShardError
@@ -69,9 +70,11 @@ class Ledger:
 def _bytes(tier: str, most: float | str | None) -> int | None:
     if most is None:
         return None
-    fix = f'sl.optim.Tiers({tier}="8GB")'
-    number = isinstance(most, int | float | str) and not isinstance(most, bool)
-    found = bytes_in(most, "tiers", fix) if number else 0
+    found = 0.0
+    if isinstance(most, int | float | str) and not isinstance(most, bool):
+        with suppress(BadArgument):
+            found = bytes_in(most)
     if not 1 <= found < 1 << 62:
+        fix = f'sl.optim.Tiers({tier}="8GB")'
         raise BadArgument(f"{tier}={most!r} is no number of bytes", op="tiers", fix=fix)
     return int(found)
