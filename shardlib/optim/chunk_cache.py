@@ -101,9 +101,13 @@ class TieredRoom(Room):
     def __init__(self, cache: "ChunkCache") -> None:
         super().__init__()
         self.cache = cache
-        spare = weakref.WeakMethod(self.spare)
+        # a chunk that is loaded may send incomplete gradients to the host, too
+        spare = cache.spared = weakref.WeakMethod(self.spare)
         self.memory = GradientMemory(cache.ledger, cache.shares, lambda n: spare()(n))  # type: ignore[misc]
         self.gathered = Buffers(cache.ledger, "device", "gathered", cache.device, cache.shares)
+        cache.ledger.idle.append(weakref.WeakMethod(self.give_way))
+        # whether the others are freeing bytes for this one
+        self.asks = False
         # gradients on their way to the host, and their device memory
         self.sent: list[tuple[Ticket, Tensor]] = []
         # those of blocks that are read again before they are complete
@@ -114,13 +118,32 @@ class TieredRoom(Room):
         return self.gathered.take(shape, like.dtype, self.spare)
 
     def spare(self, nbytes: int) -> None:
-        """Free bytes of the device tier: send incomplete gradients to the host, then drop chunks."""
-        for pool in (self.gathered, self.cache.parts, self.memory):
-            pool.trim()  # type: ignore[union-attr]
-        while self.partial and nbytes > self.cache.ledger.left("device"):
+        """Free bytes of the device tier.
+
+        Chunks of other models go first, then incomplete gradients, which are sent to the host, then
+        chunks of this one.
+        """
+        self.trim()
+        ledger = self.cache.ledger
+        self.asks = True
+        ledger.free(nbytes)
+        self.asks = False
+        while self.partial and nbytes > ledger.left("device"):
             self.partial.pop(0).leave()
             self.memory.trim()  # type: ignore[attr-defined]
         self.cache.spare(nbytes)
+
+    def trim(self) -> None:
+        """Free the buffers that no tensor refers to."""
+        for pool in (self.gathered, self.cache.parts, self.memory):
+            pool.trim()  # type: ignore[union-attr]
+
+    def give_way(self, nbytes: int) -> None:
+        """Free bytes for another model."""
+        if self.asks:
+            return
+        self.trim()
+        self.cache.spare(nbytes, all_of_it=True)
 
     def settle(self, most: int) -> None:
         """Wait for gradients on their way until at most so many are left, and send what is summed."""
@@ -197,6 +220,8 @@ class ChunkCache:
         self.standing = {b.name: torch.empty((), dtype=b.dtype, device=device) for b in index}
         self.parts = Buffers(ledger, "device", "parameters", device, self.shares)
         self.gradients = Buffers(ledger, "host", "gradients", torch.device("cpu"), self.shares)
+        # frees bytes of the device for a chunk: the room's, which refers to this
+        self.spared: Callable[[], Callable[[int], object] | None] = lambda: None
         self.states: dict[str, State] = {}
         self.copies: dict[str, _Copy] = {}
         self.updates: dict[str, Ticket] = {}
@@ -315,9 +340,8 @@ class ChunkCache:
     def _load(self, chunk: str) -> None:
         self._event(chunk, "load")
         names = [b.name for b in self.chunks[chunk]]
-        parts = {
-            n: self.parts.take(self.rows[n].shape, self.rows[n].dtype, self.spare) for n in names
-        }
+        spare = self.spared()
+        parts = {n: self.parts.take(self.rows[n].shape, self.rows[n].dtype, spare) for n in names}
         versions: dict[str, int] = {}
         pairs = [(parts[n], self.rows[n]) for n in names]
         after = list(filter(None, [self.updates.get(chunk)]))
@@ -349,8 +373,14 @@ class ChunkCache:
     def _event(self, chunk: str, event: str) -> None:
         self.states[chunk] = TRANSITIONS[self.states.get(chunk, "absent"), event]
 
-    def spare(self, nbytes: int) -> None:
-        """Drop chunks until the device tier has so many bytes left; they get less room from now on."""
+    def spare(self, nbytes: int, all_of_it: bool = False) -> None:
+        """Drop chunks until the device tier has so many bytes left; they get less room from now on.
+
+        ``all_of_it``  also those in use, for now: another model is computed.
+        """
+        if all_of_it:
+            self.release()
+        room = self.room
         rows = [(self.uses.after(c, self.at), c) for c in self.copies if c not in self.used]
         for _, chunk in sorted(rows, reverse=True):
             if nbytes <= self.ledger.left("device"):
@@ -358,6 +388,8 @@ class ChunkCache:
             self._drop(chunk)
             self.parts.trim()
             self.room = max(sum(self.sizes[c] for c in self.copies), self.largest)
+        if all_of_it:
+            self.room = room
 
     # ------------------------------------------------------------ steps
 

@@ -6,6 +6,7 @@ budget raises.  Kinds are ``KINDS``.
 
 import threading
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 
 from shardlib.capacity import bytes_in
@@ -32,12 +33,23 @@ class Ledger:
         self.held = {tier: Counter[str]() for tier in budget}
         self.peaks = {tier: Counter[str]() for tier in budget}
         self.peak = dict.fromkeys(budget, 0)
+        # of the users of the device: each frees what it does not use now
+        self.idle: list[Callable[[], Callable[[int], object] | None]] = []
         self._lock = threading.Lock()
 
     def left(self, tier: str) -> int:
         """Return the bytes that may still be entered."""
         most = self.budget[tier]
         return 1 << 62 if most is None else most - self.held[tier].total()
+
+    def free(self, nbytes: int) -> None:
+        """Have the users of the device free what is idle, until it has so many bytes left."""
+        for user in list(self.idle):
+            spare = user()
+            if spare is None:
+                self.idle.remove(user)
+            elif nbytes > self.left("device"):
+                spare(nbytes)
 
     def enter(self, tier: str, kind: str, nbytes: int) -> None:
         """Enter bytes that are allocated next.  Raises: ShardError if they exceed the budget."""
