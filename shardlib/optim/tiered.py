@@ -10,7 +10,7 @@ Source: Ren et al., arXiv 2101.06840, section 4 (the update on the host); Fang e
 2108.05818 (chunks).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Literal
@@ -123,6 +123,10 @@ class TieredParts(Parts):
         """The device cache of these parameters."""
         room: Any = self.index.room
         return room.cache
+
+    def gradient_row(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return host memory for a gradient, which the ledger has while a tensor refers to it."""
+        return self.cache.gradients.take(shape, dtype)
 
     def _new_reading(self) -> Reading:
         return TieredReading(self)
