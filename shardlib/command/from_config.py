@@ -459,8 +459,18 @@ class Built:
         return self.config.table("optimizer", "zero").get("stage", 1) < 3
 
     def start(self) -> Params:
-        """Return the parameters that are trained: at stage 3 this rank's parts."""
-        return self.params if self.whole else self.tx.shard(self.params)
+        """Return the parameters that are trained: at stage 3 this rank's parts.
+
+        Raises: ConfigError if ``[tiers]`` does not hold them.
+        """
+        if self.whole:
+            return self.params
+        try:
+            return self.tx.shard(self.params)
+        except ShardError as e:
+            if e.op != "tiers":
+                raise
+            raise self.config.error(("tiers",), told(e)) from e
 
     def named(self, params: Params) -> Any:
         """Return parameters by their names, for a checkpoint or an export."""

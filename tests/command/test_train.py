@@ -460,7 +460,7 @@ def test_a_file_with_tiers_trains_as_one_in_memory(tmp_path: Path) -> None:
         (['tiers={"device" = "8 bananas"}'], "[tiers] device: device='8 bananas' is no"),
         (['tiers={"update" = "disk"}'], "[tiers] update: must be"),
         (["tiers={}", "optimizer.zero.stage=2"], "[tiers]: blocks are loaded as stage 3"),
-        (['tiers={"device" = 1}'], "the largest block needs"),
+        (['tiers={"device" = 1}'], "[tiers]: the largest block needs"),
     ],
 )
 def test_errors_of_tiers_name_their_table(tmp_path: Path, sets: list[str], said: str) -> None:
