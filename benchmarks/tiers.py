@@ -2,6 +2,9 @@
 
     python -m benchmarks.tiers link       step time by load over compute, with and without depth
     python -m benchmarks.tiers overhead   everything resident over stage 3, and Python per chunk
+    python -m benchmarks.tiers largest --width 512 --tokens 2 --limit 32
+                                          the largest model within MiB of the device, by bisection
+    python -m benchmarks.tiers gpu        the same within 8 and 24 GiB of a GPU, with tokens a second
     python -m benchmarks.tiers peers --width 512 --tokens 512
                                           against FSDP2 with CPUOffloadPolicy, on two gloo ranks
 
@@ -14,9 +17,14 @@ while the host moves: processors that others use change no figure.
 """
 
 import argparse
+import gc
+import json
 import os
+import resource
 import socket
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -84,13 +92,13 @@ def contestant(
     ``product``  the seconds of a product, if it is paced.
     """
     with sl.use_mesh(mesh) if mesh else sl.simulate(data=1) as mesh:
-        net = network(layers, width)
+        net = network(layers, width).to(mesh.device)
         apply, params = sl.parallelize(net, [("*", "...")], inputs={"input": "data ."})
         inner = o.chain(o.clip_by_global_norm(1.0), o.adamw(1e-3))
         tx = o.zero(inner, "data", 3, tiers=tiers)
         held: Any = [tx.shard(params)]
         held.append(tx.init(held[0]))
-        x = torch.randn(tokens, width)
+        x = torch.randn(tokens, width, device=mesh.device)
         loss_of = lambda p: apply(p, x).square().mean()  # noqa: E731
         run = sl.value_and_grad(loss_of, into=tx)
 
@@ -192,12 +200,14 @@ def overhead(args: argparse.Namespace) -> int:
 
 def fsdp2(args: argparse.Namespace) -> Contestant:
     """The same step by FSDP2 with CPUOffloadPolicy."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    net, how = network(args.layers, args.width), CPUOffloadPolicy(pin_memory=False)
+    mesh = init_device_mesh(args.device, (dist.get_world_size(),))
+    net = network(args.layers, args.width)
+    how = CPUOffloadPolicy(pin_memory=args.device == "cuda")
     for block in (*net, net):
         fully_shard(block, mesh=mesh, offload_policy=how)
     update = torch.optim.AdamW(net.parameters(), 1e-3, weight_decay=0.01, fused=True)
-    x = torch.randn(args.tokens, args.width).chunk(dist.get_world_size())[dist.get_rank()]
+    x = torch.randn(args.tokens, args.width, device=args.device)
+    x = x.chunk(dist.get_world_size())[dist.get_rank()]
 
     def step() -> float:
         loss = net(x).square().mean()
@@ -251,9 +261,109 @@ def ranked(rank: int, port: int, args: argparse.Namespace) -> None:
 
 def peers(args: argparse.Namespace) -> int:
     """Print a step in tiers over one of FSDP2 with CPUOffloadPolicy, on the same gloo ranks."""
+    multiprocessing.spawn(ranked, (_free_port(), args), args.ranks)
+    return 0
+
+
+def _free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    multiprocessing.spawn(ranked, (port, args), args.ranks)
+        return free.getsockname()[1]
+
+
+# ---------------------------------------------------------------- the largest model
+
+
+def trial(args: argparse.Namespace) -> int:
+    """Train two steps with the device held to ``--limit``; print parameters and tokens a second.
+
+    The limit counts from training on: of a CPU what the process takes in private memory, of a GPU
+    what its allocator gives.
+    """
+    gpu, limit = args.device == "cuda", args.limit << 20
+    tiers = o.Tiers(device=0.6 * limit) if args.where == "tiers" else None
+    if tiers is not None:
+        # the stacks of threads are private memory
+        tiers.movers(torch.device(args.device))
+    # what is imported and made once
+    contestant(2, 8, 8, None).step()
+    contestant(2, 8, 8, o.Tiers()).step()
+    base = _private()
+    if args.where == "fsdp2":
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+        dist.init_process_group("nccl" if gpu else "gloo", rank=0, world_size=1)
+        c = fsdp2(args)
+    else:
+        with sl.simulate(data=1, device=args.device) as mesh:
+            c = contestant(args.layers, args.width, args.tokens, tiers, mesh=mesh)
+    gc.collect()
+    if gpu:
+        torch.cuda.empty_cache()
+        torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.mem_get_info()[1])
+    else:
+        resource.setrlimit(resource.RLIMIT_DATA, (base + limit,) * 2)
+    c.step()
+    c.run()
+    print(
+        json.dumps({"numbers": 2 * args.layers * args.width**2, "rate": args.tokens / c.seconds[0]})
+    )
+    return 0
+
+
+def _private() -> int:
+    found = next(s for s in open("/proc/self/status") if s.startswith("VmData"))  # noqa: SIM115
+    return int(found.split()[1]) << 10
+
+
+def tried(where: str, layers: int, args: argparse.Namespace) -> dict[str, float] | None:
+    """Run a trial in a process of its own; None where it does not fit."""
+    given = {"width": args.width, "tokens": args.tokens, "limit": args.limit, "device": args.device}
+    more = [x for k, v in given.items() for x in (f"--{k}", str(v))]
+    command = [sys.executable, "-m", "benchmarks.tiers", "trial", "--where", where]
+    env = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
+    done = subprocess.run(
+        [*command, "--layers", str(layers), *more], capture_output=True, text=True, env=env
+    )
+    if done.returncode == 0:
+        return json.loads(done.stdout.splitlines()[-1])
+    full = ("allocate memory", "out of memory", "MemoryError", "do not fit", "needs")
+    if not any(word in done.stderr for word in full):
+        raise RuntimeError(done.stderr[-2000:])
+    return None
+
+
+def largest(args: argparse.Namespace) -> int:
+    """Bisect the layers that fit within ``--limit`` MiB, ``--most`` at the most."""
+    found = {}
+    for where in ("memory", "tiers", *["fsdp2"] * (args.device == "cuda")):
+        low, high = 0, 1
+        while high <= args.most and tried(where, high, args):
+            low, high = high, 2 * high
+        high = min(high, args.most + 1)
+        while high - low > max(low // 16, 1):
+            middle = (low + high) // 2
+            low, high = (middle, high) if tried(where, middle, args) else (low, middle)
+        found[where] = low
+    common = max(min(found.values()), 1)
+    print(f"within {args.limit} MiB of {args.device}, blocks of {2 * args.width**2:,} parameters")
+    for where, layers in found.items():
+        at = tried(where, common, args)
+        rate = "-" if at is None else f"{at['rate']:,.0f}"
+        more = " or more" if layers >= args.most else ""
+        print(
+            f"{where:<8} {layers} blocks{more}, {2 * layers * args.width**2 / 1e6:,.1f} M parameters; "
+            f"{rate} tokens a second at {common} blocks"
+        )
+    return 0
+
+
+def gpu(args: argparse.Namespace) -> int:
+    """The largest model within 8 and 24 GiB of a GPU, and tokens a second at a size all train."""
+    if not torch.cuda.is_available():
+        print("skipped: torch finds no CUDA device")
+        return 0
+    for gib in (8, 24):
+        how = {"device": "cuda", "limit": gib << 10, "width": 4096, "tokens": 4096, "most": 512}
+        largest(argparse.Namespace(**{**vars(args), **how}))
     return 0
 
 
@@ -261,7 +371,11 @@ def main(argv: list[str] | None = None) -> int:
     p = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    p.add_argument("part", choices=["link", "overhead", "peers"])
+    p.add_argument("part", choices=["link", "overhead", "peers", "largest", "gpu", "trial"])
+    p.add_argument("--device", default="cpu")
+    p.add_argument("--limit", type=int, default=32, help="MiB of the device")
+    p.add_argument("--most", type=int, default=256, help="blocks")
+    p.add_argument("--where", default="tiers", choices=["memory", "tiers", "fsdp2"])
     p.add_argument("--ranks", type=int, default=2)
     p.add_argument("--layers", type=int, default=8)
     p.add_argument("--width", type=int, default=128)

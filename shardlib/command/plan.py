@@ -84,13 +84,14 @@ def main(given: argparse.Namespace) -> int:
 def _in_tiers(given: argparse.Namespace, config: Config) -> int:
     """Print where the bytes of a file with ``[tiers]`` lie on one rank, and a step's seconds."""
     cluster, held = _cluster(given), config.table("tiers").get("host")
+    most = None if held is None else bytes_in(held)
     found = explain_run(config, cluster)
     use = found.tiers
     assert use is not None, "a file with [tiers] has its parameters in them"
-    fits = held is None or sum(use.host.values()) <= bytes_in(held)
+    fits = most is None or sum(use.host.values()) <= most
     text = f"device      {size(use.device + found.transient)}: parameters {size(use.device)}\n{use}"
-    if not fits:
-        text += f"\nthe host may hold {size(bytes_in(held))}"
+    if most is not None and not fits:
+        text += f"\nthe host may hold {size(int(most))}"
     data = {"fits": fits, "transient": found.transient, **asdict(use), "host": dict(use.host)}
     answer(given, data, f"{text}\n{cluster.told()}")
     return 4 * (not fits)
