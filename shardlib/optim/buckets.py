@@ -518,14 +518,23 @@ class Buckets(dict[str, Any]):
         return [out[i] for i in sorted(out)]
 
     def with_values(self, values: Mapping[str, Tensor]) -> "Buckets":
-        """Return a copy with the numbers of each path replaced."""
-        rows = [(i, self.index.items[i]) for i in self.index.where]
+        """Return a copy with the numbers of each path replaced; what lies in a tier is overwritten."""
+        return self.like({n: self._filled(self.subset((n,)), values) for n in self})
+
+    def _filled(self, one: "Buckets", values: Mapping[str, Tensor]) -> ShardedTensor:
+        """Return the value of one bucket with the numbers of each path replaced."""
+        rows = [(i, one.index.items[i]) for i in one.index.where]
         leaves = {i: placed(values[item.path], item.layout, self.mesh) for i, item in rows}
+        ((name, x),) = one.items()
         # keep the gaps between slots: in adam8bit a code of 0 is not the number 0
-        raws = ((n, x, x.raw.detach().clone()) for n, x in self.items())
-        new = self.like({n: x.becomes(raw.requires_grad_(x.requires_grad)) for n, x, raw in raws})
-        fill_slots(new, [leaves.get(i) for i in range(len(self.index.items))])
-        return new
+        raw = x.raw.detach().clone()
+        new = x.becomes(raw.requires_grad_(x.requires_grad))
+        fill_slots(one.like({name: new}), [leaves.get(i) for i in range(len(one.index.items))])
+        fill = getattr(x.facts and x.facts.read, "fill", None)
+        if fill is None:
+            return new
+        fill(raw.detach())
+        return x.at(x.place)
 
     def subset(self, names: tuple[str, ...]) -> "Buckets":
         """Return the buckets of these names, in the same memory."""
@@ -537,8 +546,8 @@ class Buckets(dict[str, Any]):
 
     def whole(self) -> dict[int, Tensor]:
         """Gather parts to whole buckets, in new memory; map each leaf's number to its block."""
-        rows = [(b, self[b.name].raw) for b in self.index]
-        flats = [raw.new_empty(storage_shape(self.mesh, b.length)) for b, raw in rows]
+        rows = [(self[b.name], storage_shape(self.mesh, b.length)) for b in self.index]
+        flats = [torch.empty(shape, dtype=x.dtype, device=x.device) for x, shape in rows]
         self._copy_to(flats)
         # as bytes: gloo knows no int16
         gather([flat.view(torch.uint8) for flat in flats], self.index, self.mesh)
