@@ -141,7 +141,8 @@ class TieredParameters(SplitParameters):
         if spans_processes(cache.mesh):
             coord, sizes = cache.mesh.coord or {}, cache.mesh.axes
             how |= {"rank": rank_along(sizes, coord, sizes), "ranks": math.prod(sizes.values())}
-        cache.store.open(rows, gradients, os.fspath(self.tiers.disk), self.tiers.durable, how)
+        path: Any = self.tiers.disk
+        cache.store.open(rows, gradients, os.fspath(path), self.tiers.durable, how)
 
     def init(self, params: Tree) -> State:
         """Initialise the state of the trained parts, chunk by chunk if the transform takes one.
@@ -154,7 +155,8 @@ class TieredParameters(SplitParameters):
         mine, cache = _plain(trained(params)), _cache_of(params)
         keep = partial(_rows, cache)
         if cache.store.notes is None:
-            return optree.tree_unflatten(*reversed(self._begun(cache, mine, keep)))
+            leaves, tree = self._begun(cache, mine, keep)
+            return optree.tree_unflatten(tree, leaves)
         paper = _paper(cache, mine.index, dict.fromkeys(mine, True))
         leaves, tree = self._begun(cache, paper, keep)
         numbers = iter(cache.store.notes)
@@ -492,8 +494,8 @@ def _numbered(after: State, before: State) -> Any:
         if not _is_buckets(x):
             numbers.append(x)
             continue
-        found = {places.get(v.raw.data_ptr()) for v in x.values()}
-        if len(found) != 1 or None in found:
+        found = {places.get(v.raw.data_ptr(), -1) for v in x.values()}
+        if len(found) != 1 or -1 in found:
             return None
         numbers.append(_Nth(found.pop()))
     return optree.tree_unflatten(tree, numbers)

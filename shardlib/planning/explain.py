@@ -216,9 +216,16 @@ def _in_tiers(found: Explanation, params: TieredParts) -> Explanation:
     loads = scheduled_loads(cache.uses, cache.sizes, cache.room, cache.depth) or []
     sent = sum(cache.sizes[c] for c in cache.uses.stale)
     host = {"parameters": found.parameters, "gradients": sent, "state": found.state}
+    store, disk = cache.store, 0
+    for key, row in store.sizes.items():
+        host[row.kind] -= row.nbytes * (key in store.away)
+        disk += row.nbytes * (2 * store.durable or key in store.away)
+    if store.buffers:
+        host["buffers"] = store.buffers
     use = TierUse(
-        room, host, len(cache.sizes), len(loads), sum(cache.sizes[c] for c in loads), sent
-    )
+        room, host, len(cache.sizes), len(loads), sum(cache.sizes[c] for c in loads), sent,
+        disk, *store.traffic(cache.uses.stale, loads),
+    )  # fmt: skip
     # on paper the gradients stayed on the device
     left = max(found.transient - sent, found.saved)
     return replace(found, parameters=room, transient=left, state=0, tiers=use)

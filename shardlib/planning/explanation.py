@@ -56,6 +56,7 @@ class TierUse:
     ``device``  bytes that parameters take there, beside ``transient``; ``host`` kind -> bytes.
     ``blocks``  the blocks of the module; ``loads`` how often one is loaded in a step.
     ``loaded``, ``sent``  bytes to the device and from it.
+    ``disk``    bytes there; ``read``, ``written``  from it and to it in a step.
     """
 
     device: int
@@ -64,10 +65,16 @@ class TierUse:
     loads: int
     loaded: int
     sent: int
+    disk: int = 0
+    read: int = 0
+    written: int = 0
 
     def __str__(self) -> str:
         held = ", ".join(f"{kind} {size(n)}" for kind, n in self.host.items() if n)
-        return (
+        there = ""
+        if self.disk:
+            there = f"disk        {size(self.disk)}: {size(self.read)} read, {size(self.written)} written\n"
+        return there + (
             f"host        {size(sum(self.host.values()))}: {held}\n"
             f"loads       {self.loads} of {self.blocks} blocks: {size(self.loaded)} to the device, "
             f"{size(self.sent)} from it"

@@ -7,8 +7,10 @@ the rows that the host holds, and every step commits a generation.
 """
 
 import atexit
+import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -107,23 +109,28 @@ class RowStore:
     """The rows of one run.
 
     ``disk``     where rows lie that the host does not hold; None: it holds all.
-    ``away``     the keys of those.
+    ``sizes``    key -> the row's chunk, kind and bytes; ``away`` the keys of those on the disk alone.
+    ``buffers``  bytes of the host for what is read ahead and written behind.
     ``notes``    of the generation that was taken up; None for a new run.
-    ``read``, ``written``  bytes from the disk and to it so far, of the ranks in this process.
+    ``bytes_read``, ``bytes_written``  from the disk and to it so far, of the ranks in this process.
     """
 
     def __init__(self, ledger: Ledger, device: torch.device, shares: int) -> None:
         self.ledger, self.device, self.shares = ledger, device, shares
         self.disk: DiskRows | None = None
+        self.sizes: Mapping[str, RowSize] = {}
         self.away: frozenset[str] = frozenset()
         self.durable = False
+        self.buffers = 0
         self.notes: Any = None
         self.bytes_read = self.bytes_written = 0
         # rows of the updates to come; key -> a row that was read ahead
         self.due: list[Sequence[Row]] = []
         self.ahead: dict[str, tuple[Tensor, Ticket]] = {}
         self.writes: list[Ticket] = []
-        self.last: list[Ticket] = []
+        self.committed: Ticket | None = None
+        # of the last commit; not its ticket, whose error refers to all that it passed through
+        self.ends: list[threading.Event] = []
 
     def open(
         self, rows: Mapping[str, RowSize], gradients: Mapping[str, int], path: str, durable: bool, how: Any
@@ -135,13 +142,14 @@ class RowStore:
         longest = max((r.nbytes for r in rows.values()), default=0)
         ring = min(4 << 20, -(-longest * self.shares // 4096 + 1) * 8192)
         found = divided(rows, self.ledger.left("host"), gradients, ring // self.shares)
-        self.away, self.durable = found.away, durable
+        self.sizes, self.away, self.durable = rows, found.away, durable
         if not (found.away or durable):
             return
         kept = {k: r for k, r in rows.items() if durable or k in found.away}
         sizes = {k: r.nbytes * self.shares for k, r in kept.items()}
+        self.buffers = ring // self.shares + found.staging + found.loading
         ours = [
-            ("host", "buffers", ring // self.shares + found.staging + found.loading),
+            ("host", "buffers", self.buffers),
             *(("disk", r.kind, r.nbytes * (1 + durable)) for r in kept.values()),
         ]
         for entry in ours:
@@ -156,9 +164,23 @@ class RowStore:
         if self.disk.generation >= 0:
             self.notes = self.disk.notes
         # at exit, before the disk is closed; not where this is dropped, as in the thread of a job
-        finish = partial(_finish, self.last)
+        finish = partial(_finish, self.ends)
         atexit.register(finish)
         weakref.finalize(self, atexit.unregister, finish).atexit = False
+
+    def traffic(self, updated: Collection[str], loads: Sequence[str]) -> tuple[int, int]:
+        """Return the bytes of a rank from the disk, and to it, in a step.
+
+        ``updated``  the chunks that are updated; ``loads``  those that are loaded, in order.
+        """
+        read = written = 0
+        often = Counter(loads)
+        for key, r in self.sizes.items():
+            away, changes = key in self.away, r.chunk in updated
+            written += r.nbytes * (changes and (away or self.durable))
+            loaded = often[r.chunk] * (r.kind == "parameters")
+            read += r.nbytes * away * (changes + loaded)
+        return read, written
 
     def make(self, key: str, value: Tensor, kind: str) -> Row:
         """Make a row of a value; of a run that was taken up, it has the value that it had."""
@@ -235,14 +257,14 @@ class RowStore:
     def commit(self, notes: Any, mover: Mover) -> None:
         """Post the commit of what was written, as a generation."""
         if self.disk is not None and self.durable:
-            job = _Commit(self.disk, notes)
-            self.last[:] = [mover.submit(job)]
+            self.committed = mover.submit(_Commit(self.disk, notes))
+            self.ends[:] = [self.committed.finished]
 
     def wait(self) -> int:
         """Wait for the last commit; return the number of generations.  Raises: its error."""
-        for ticket in self.last:
-            ticket.wait()
-        return max(self.disk.generation, 0) if self.disk is not None else 0
+        if self.committed is not None:
+            self.committed.wait()
+        return 0 if self.disk is None else max(self.disk.generation, 0)
 
     def _read_ahead(
         self, rows: Sequence[Row], spare: Callable[[int], object] | None = None
@@ -288,9 +310,9 @@ class _Commit(NamedTuple):
         self.disk.commit(max(self.disk.generation, 0) + 1, self.notes)
 
 
-def _finish(last: Sequence[Ticket]) -> None:
-    for ticket in last:
-        ticket.finished.wait()
+def _finish(ends: Sequence[threading.Event]) -> None:
+    for end in ends:
+        end.wait()
 
 
 def _leave_all(ledger: Ledger, ours: Sequence[tuple[str, str, int]]) -> None:
