@@ -16,7 +16,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Any, TypeVar
 
 import optree
@@ -42,7 +42,7 @@ from shardlib.errors import ShardError
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh, bind, rank_along
 from shardlib.placing import reshard, shard, whole_of
-from shardlib.tensor import Place, ShardedTensor
+from shardlib.tensor import Facts, Place, ShardedTensor
 
 Tree = Any
 """A nest of dicts, tuples and lists with tensors as leaves, or ``Buckets`` of them."""
@@ -502,19 +502,25 @@ class Buckets(dict[str, Any]):
     def by_parameter(self) -> list[tuple[str, ShardedTensor]]:
         """List (path, the parameter's numbers), split over the buckets' axes too if these divide.
 
-        Moves: (N-1)/N of the buckets' bytes, one bucket at a time.
+        Moves: (N-1)/N of the buckets' bytes, one bucket at a time; those of rows on a disk when the
+        values are read, by all ranks together.
         """
-        out = {}
+        out, held = {}, dict[str, dict[int, Tensor]]()
         for bucket in self.index:
-            with torch.no_grad():
-                found = self.subset((bucket.name,)).whole()
+            x = self[bucket.name]
+            since = getattr(x.facts and x.facts.read, "since", None)
+            late = _LateBlocks(self.subset((bucket.name,)), held, since and since())
             for slot in bucket.slots:
                 item = self.index.items[slot.leaves[0]]
-                value = ShardedTensor(found[slot.leaves[0]], item.place_in(item.layout, self.mesh))
-                value = finer(value, bucket.over)
-                # a copy, which does not keep the bucket alive
-                value = value.becomes(value.raw.clone())
+                place = item.place_in(item.layout, self.mesh)
+                read = partial(late.block, slot.leaves[0], place, bucket.over)
+                at = finer(place, bucket.over)
+                value = ShardedTensor.when_read(at, x.dtype, x.device, Facts(read))
+                if since is None:
+                    value = ShardedTensor(value.raw, at)
                 out.update((i, (self.index.items[i].path, value)) for i in slot.leaves)
+            if since is None:
+                held.clear()
         return [out[i] for i in sorted(out)]
 
     def with_values(self, values: Mapping[str, Tensor]) -> "Buckets":
@@ -568,22 +574,48 @@ class Buckets(dict[str, Any]):
         return type(self), (dict(self), self.index, self.mesh)
 
 
-def finer(value: ShardedTensor, axes: tuple[str, ...]) -> ShardedTensor:
-    """Split a value over these axes too, along a dimension that they divide, if there is one.
+class _LateBlocks:
+    """Blocks of the parameters of one bucket, which is gathered when one of them is read.
 
-    A dimension that no axis splits yet is preferred.
+    ``held``   bucket -> its blocks: the last two that were read.
+    ``check``  raises if the bucket was changed since.
     """
-    place = value.place
+
+    def __init__(
+        self, one: Buckets, held: dict[str, dict[int, Tensor]], check: Callable[[], object] | None
+    ) -> None:
+        self.one, self.held, self.check = one, held, check
+
+    def block(self, leaf: int, place: Place, axes: tuple[str, ...]) -> Tensor:
+        """Return a copy of a parameter's block, split over these axes too if they divide."""
+        if self.check is not None:
+            self.check()
+        (name,) = self.one
+        if name not in self.held:
+            if len(self.held) > 1:
+                del self.held[next(iter(self.held))]
+            with torch.no_grad():
+                self.held[name] = self.one.whole()
+        value = ShardedTensor(self.held[name][leaf], place)
+        # a copy, which does not keep the bucket alive
+        return reshard(value, finer(place, axes).layout).raw.clone()  # type: ignore[attr-defined]
+
+
+def finer(place: Place, axes: tuple[str, ...]) -> Place:
+    """Return the place of a value that is split over these axes too, if they divide a dimension.
+
+    One that no axis splits yet is preferred.
+    """
     # an axis of one rank may split it already
     axes = tuple(a for a in axes if a not in place.layout.axes)
-    ways = value.mesh.axis_size(axes)
+    ways = place.mesh.axis_size(axes)
+    sizes = place.layout.local_shape(tuple(place.tiled), place.mesh)
     for d, dim in sorted(enumerate(place.dims), key=lambda at: len(at[1].axes)):
-        layout = Layout((*place.dims[:d], Dim((*dim.axes, *axes)), *place.dims[d + 1 :]))
         plain = dim == Dim(dim.axes) and place.shape[d] == place.tiled[d]
-        n = value.raw.shape[d - len(place.dims)]
-        if ways > 1 and plain and n and not n % ways:
-            return reshard(value, layout)  # type: ignore[return-value]
-    return value
+        if ways > 1 and plain and sizes[d] and not sizes[d] % ways:
+            layout = Layout((*place.dims[:d], Dim((*dim.axes, *axes)), *place.dims[d + 1 :]))
+            return place.becomes(layout, place.shape, place.tiled)
+    return place
 
 
 def placed(value: Tensor, layout: Layout, mesh: Mesh) -> ShardedTensor:

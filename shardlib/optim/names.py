@@ -90,6 +90,11 @@ def load_state_dict(state: Kept, kept: Mapping[str, object]) -> Kept:
     kept = {name: x for name, x in kept.items() if not name.startswith(empty)}
     names = [name for keys, x in nodes if x is not None for name in keys.values()]
     _same_names({name for name in names if not name.startswith(empty)}, set(kept))
+    # all before the first is filled: what lies in a tier is overwritten
+    for keys, x in nodes:
+        if isinstance(x, ByParameter) and not next(iter(keys.values()), "").startswith(empty):
+            for path, kind in x.kinds().items():
+                _check(keys[path], kept[keys[path]], *kind)
     with torch.no_grad():
         new = [_loaded(x, keys, kept, empty) for keys, x in nodes]
     new_state: Any = optree.tree_unflatten(tree, new)
@@ -107,8 +112,6 @@ def _loaded(
     if next(iter(keys.values()), "").startswith(empty):
         return zeros_like(x)
     if isinstance(x, ByParameter):
-        for path, kind in x.kinds().items():
-            _check(keys[path], kept[keys[path]], *kind)
         return x.with_values({path: kept[name] for path, name in keys.items()})
     return _like(x, keys[""], kept.get(keys[""]))
 

@@ -11,7 +11,7 @@ Source: Ren et al., arXiv 2101.06840, section 4 (the update on the host); Fang e
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, Literal
@@ -122,6 +122,25 @@ class RowRead:
         """Replace the row's bytes."""
         self.cache.wait(self.cache.chunk_of[self.name])
         self.cache.store.fill(self.row, value)
+
+    @property
+    def since(self) -> Callable[[], Callable[[], None]] | None:
+        """Return a check that no step was made since, where rows are read from a disk when asked for."""
+        return self._checked if self.cache.store.disk is not None else None
+
+    def _checked(self) -> Callable[[], None]:
+        cache, steps = self.cache, self.cache.steps
+
+        def check() -> None:
+            if cache.steps != steps:
+                raise ShardError(
+                    "these values lie on a disk, and a step has changed them since state_dict",
+                    op="tiers",
+                    mesh=cache.mesh,
+                    fix="kept = sl.optim.state_dict(state)",
+                )
+
+        return check
 
     def leaf(self) -> Tensor:
         """Return what stands for the row in a graph: its shape, on the device, without memory."""
