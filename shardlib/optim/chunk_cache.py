@@ -23,7 +23,7 @@ from shardlib.optim.buckets import Bucket, Index, Memory, Room
 from shardlib.tiers.buffers import Buffers
 from shardlib.tiers.ledger import Ledger
 from shardlib.tiers.mover import Mover, Ticket
-from shardlib.tiers.rows import Row, RowStore
+from shardlib.tiers.rows import RowStore, TierRow
 from shardlib.tiers.schedule import TRANSITIONS, State, Uses, moves
 
 
@@ -187,7 +187,7 @@ class ChunkCache:
             self.block_of[chunk] = block
             self.chunks.setdefault(chunk, []).append(b)
         self.sizes = {c: sum(map(part_bytes, some)) for c, some in self.chunks.items()}
-        self.rows: dict[str, Row] = {}
+        self.rows: dict[str, TierRow] = {}
         self.store = RowStore(ledger, device, self.shares)
         # what stands for a row in a graph: no memory
         self.standing = {b.name: torch.empty((), dtype=b.dtype, device=device) for b in index}
@@ -394,7 +394,10 @@ def copied(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
 
 @torch.no_grad()
 def _load_rows(
-    store: RowStore, rows: Mapping[str, Row], parts: Mapping[str, Tensor], versions: dict[str, int]
+    store: RowStore,
+    rows: Mapping[str, TierRow],
+    parts: Mapping[str, Tensor],
+    versions: dict[str, int],
 ) -> None:
     # an update that this job waited for has ended
     versions.update((n, row.version) for n, row in rows.items())

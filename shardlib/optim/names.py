@@ -28,7 +28,8 @@ def state_dict(state: object) -> dict[str, Tensor | int | float]:
     ``sl.save`` writes it, ``sl.load`` reads it onto another mesh, and ``load_state_dict`` takes it
     at another world size, layout, stage or bucket size.  Tensors of buckets are split over the
     buckets' axes too, if a dimension divides: each rank holds about its part.  Moves each bucket
-    once: (N-1)/N of its bytes, one at a time.
+    once: (N-1)/N of its bytes, one at a time.  Where rows lie on a disk, each tensor is read when
+    it is used, by all ranks together, until the next step; ``sl.save`` holds two rows at a time.
     Raises: ShardError for a cycle of ``multi_steps`` around ``zero``, or of pending gradients, that
             has begun: its accumulated gradients are still unreduced and cannot be saved in the
             middle of a cycle.

@@ -33,7 +33,7 @@ from shardlib.tensor import Facts, ShardedTensor
 from shardlib.tensor.place import Place
 from shardlib.tiers.ledger import Ledger
 from shardlib.tiers.mover import Mover
-from shardlib.tiers.rows import Row
+from shardlib.tiers.rows import TierRow
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,7 +111,7 @@ class RowRead:
 
     __slots__ = ("cache", "name", "row")
 
-    def __init__(self, cache: ChunkCache, name: str, row: Row) -> None:
+    def __init__(self, cache: ChunkCache, name: str, row: TierRow) -> None:
         self.cache, self.name, self.row = cache, name, row
 
     def __call__(self) -> Tensor:
@@ -179,7 +179,7 @@ def parts_in(cache: ChunkCache, index: Index, asks: Mapping[str, bool]) -> Tiere
 
 
 def valued(
-    cache: ChunkCache, name: str, row: Row, place: Place, asks: bool = False
+    cache: ChunkCache, name: str, row: TierRow, place: Place, asks: bool = False
 ) -> ShardedTensor:
     """Return a row of a bucket as a value that is read when no update of it is under way."""
     facts = Facts(RowRead(cache, name, row), grad=asks)
@@ -189,7 +189,7 @@ def valued(
     return ShardedTensor.when_read(place, row.dtype, device, facts)
 
 
-def row_of(x: ShardedTensor) -> Row | None:
+def row_of(x: ShardedTensor) -> TierRow | None:
     """Return the row that a value is read from; None for other values."""
     read = x.facts and x.facts.read
     return read.row if isinstance(read, RowRead) else None

@@ -32,7 +32,7 @@ from shardlib.optim.transform import Step
 from shardlib.tensor import ShardedTensor
 from shardlib.tiers.buffers import host_memory
 from shardlib.tiers.mover import Ticket
-from shardlib.tiers.rows import Row, RowSize
+from shardlib.tiers.rows import RowSize, TierRow
 
 
 class HostMemory(Memory):
@@ -94,6 +94,15 @@ class TieredParameters(SplitParameters):
         self.inner = with_master(how.tx, how.master, how.axes, HostMemory())
         # structure of a state -> whether chunks are updated one by one
         self.split: dict[Any, bool] = {}
+
+    def alone(self) -> None:
+        """Refuse to be wrapped where steps are kept on a disk, and what wraps it is not."""
+        if self.tiers.durable:
+            raise Unsupported(
+                "a durable run keeps the state of the transform that is in zero, and not of one around",
+                op="tiers",
+                fix='sl.optim.zero(sl.optim.skip_nonfinite(tx), "data", stage=3, tiers=tiers)',
+            )
 
     def shard(self, params: Tree) -> Parts:
         """Keep only this rank's parts of the parameters, in host memory and on the disk."""
@@ -408,12 +417,12 @@ def _taken(names: tuple[str, ...], *trees: Tree) -> Any:
     return tuple(_with(t, names, lambda x: x.at(x.place)) for t in trees)
 
 
-def _rows_of(trees: Tree) -> list[Row]:
+def _rows_of(trees: Tree) -> list[TierRow]:
     """List the rows that values are read from."""
     return [row for x in _buckets_in(trees) for v in x.values() if (row := row_of(v)) is not None]
 
 
-def _opened(trees: Any, memory: Mapping[Row, Tensor]) -> Any:
+def _opened(trees: Any, memory: Mapping[TierRow, Tensor]) -> Any:
     """Return trees whose rows are in memory."""
 
     def raw(x: ShardedTensor) -> Tensor:

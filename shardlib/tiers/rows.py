@@ -7,6 +7,7 @@ the rows that the host holds, and every step commits a generation.
 """
 
 import atexit
+import gc
 import threading
 import weakref
 from collections import Counter
@@ -25,7 +26,7 @@ from shardlib.tiers.ledger import Ledger
 from shardlib.tiers.mover import Mover, Ticket
 
 
-class Row:
+class TierRow:
     """A row: ``memory`` in the host; None: its bytes are on the disk, written ``count`` times."""
 
     __slots__ = ("count", "dtype", "key", "memory", "shape")
@@ -49,8 +50,9 @@ class RowSize(NamedTuple):
 
 
 class Division(NamedTuple):
-    """What the host's budget is divided to, in bytes of one rank; ``away``: rows on the disk alone.
+    """Parts of the host's budget, in bytes of one rank.
 
+    ``away``     the rows that lie on the disk alone.
     ``staging``  for the rows of chunks that are updated; ``loading``  for those that are loaded.
     """
 
@@ -125,7 +127,7 @@ class RowStore:
         self.notes: Any = None
         self.bytes_read = self.bytes_written = 0
         # rows of the updates to come; key -> a row that was read ahead
-        self.due: list[Sequence[Row]] = []
+        self.due: list[Sequence[TierRow]] = []
         self.ahead: dict[str, tuple[Tensor, Ticket]] = {}
         self.writes: list[Ticket] = []
         self.committed: Ticket | None = None
@@ -160,6 +162,8 @@ class RowStore:
             Buffers(Ledger(host=max(n, 1)), "host", "buffers", self.device, self.shares)
             for n in (found.staging, found.loading)
         )
+        # a run of this process that was dropped may hold the file until it is collected
+        gc.collect()
         self.disk = DiskRows(path, sizes, durable=durable, ring=ring, **how)
         if self.disk.generation >= 0:
             self.notes = self.disk.notes
@@ -182,12 +186,12 @@ class RowStore:
             read += r.nbytes * away * (changes + loaded)
         return read, written
 
-    def make(self, key: str, value: Tensor, kind: str) -> Row:
+    def make(self, key: str, value: Tensor, kind: str) -> TierRow:
         """Make a row of a value; of a run that was taken up, it has the value that it had."""
         memory = None
         if key not in self.away:
             memory = host_row(value.shape, value.dtype, *self._where(kind))
-        row = Row(key, value, memory)
+        row = TierRow(key, value, memory)
         if self.notes is None:
             self.fill(row, value)
         elif memory is not None and self.disk is not None:
@@ -197,7 +201,7 @@ class RowStore:
     def _where(self, kind: str) -> tuple[Ledger, str, torch.device, int]:
         return self.ledger, kind, self.device, self.shares
 
-    def fill(self, row: Row, value: Tensor) -> None:
+    def fill(self, row: TierRow, value: Tensor) -> None:
         """Replace the bytes of a row that no job uses."""
         held = row.memory
         if held is None:
@@ -206,7 +210,7 @@ class RowStore:
             held.copy_(value)
         self._write([(row, held)])
 
-    def value(self, row: Row) -> Tensor:
+    def value(self, row: TierRow) -> Tensor:
         """Return a row's memory, or a copy of what lies on the disk."""
         if row.memory is not None:
             return row.memory
@@ -214,7 +218,7 @@ class RowStore:
         self._read(row, out).wait()
         return out
 
-    def load(self, rows: Mapping[str, Row], into: Mapping[str, Tensor]) -> None:
+    def load(self, rows: Mapping[str, TierRow], into: Mapping[str, Tensor]) -> None:
         """Copy rows to the device; in the thread of one mover alone."""
         found: dict[str, tuple[Tensor, Ticket]] = {}
         for name, row in rows.items():
@@ -234,7 +238,7 @@ class RowStore:
             torch.accelerator.current_stream().synchronize()
 
     @contextmanager
-    def changing(self, rows: Sequence[Row]) -> Iterator[Mapping[Row, Tensor]]:
+    def changing(self, rows: Sequence[TierRow]) -> Iterator[Mapping[TierRow, Tensor]]:
         """Yield the memory of rows that are changed; at the end they are written behind.
 
         If it raises, what is on the disk stays.
@@ -244,7 +248,7 @@ class RowStore:
         self._read_ahead(rows, self._landed)
         if self.due:
             self._read_ahead(self.due[0])
-        found = dict[Row, Tensor]()
+        found = dict[TierRow, Tensor]()
         for row in rows:
             held = row.memory
             if held is None:
@@ -267,7 +271,7 @@ class RowStore:
         return 0 if self.disk is None else max(self.disk.generation, 0)
 
     def _read_ahead(
-        self, rows: Sequence[Row], spare: Callable[[int], object] | None = None
+        self, rows: Sequence[TierRow], spare: Callable[[int], object] | None = None
     ) -> None:
         """Post the reads of rows on the disk, where there are bytes; ``spare`` waits for them."""
         for row in rows:
@@ -286,12 +290,12 @@ class RowStore:
         self.writes.clear()
         self.staging.trim()
 
-    def _read(self, row: Row, into: Tensor) -> Ticket:
+    def _read(self, row: TierRow, into: Tensor) -> Ticket:
         assert self.disk is not None
         self.bytes_read += into.nbytes
         return self.disk.read(row.key, into)
 
-    def _write(self, rows: Sequence[tuple[Row, Tensor]]) -> None:
+    def _write(self, rows: Sequence[tuple[TierRow, Tensor]]) -> None:
         self.writes[:] = [t for t in self.writes if not t.finished.is_set()]
         for row, held in rows:
             if self.disk is not None and (self.durable or row.memory is None):

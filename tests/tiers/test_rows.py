@@ -142,6 +142,16 @@ def test_a_run_of_others_is_refused_and_keeps_its_rows(tmp_path: Path) -> None:
     assert kill_steps.trained(CASE, str(tmp_path)) == want
 
 
+def test_a_transform_around_a_durable_run_is_refused_by_name(tmp_path: Path) -> None:
+    tx = o.zero(o.adamw(0.1), "data", 3, tiers=o.Tiers(disk=tmp_path, durable=True))
+    for around in (o.skip_nonfinite, o.loss_scale, lambda tx: o.averaged(tx, 0.9)):
+        with pytest.raises(sl.errors.Unsupported, match="not of one around"):
+            around(tx)
+    o.multi_steps(tx, 2)
+    with pytest.raises(sl.ShardError, match="durable run"):
+        o.Tiers(resume=True)
+
+
 def test_a_transform_of_all_blocks_is_refused_where_some_lie_on_the_disk(tmp_path: Path) -> None:
     with sl.simulate(data=1, x=1):
         f, params = model(6)
@@ -193,6 +203,28 @@ def saved(path: str, **mesh: int) -> list[str]:
 def test_what_is_saved_is_read_from_the_disk_value_by_value(mesh: Any, tmp_path: Path) -> None:
     with sl.simulate(**mesh):
         assert saved(str(tmp_path), **mesh) == []
+
+
+@pytest.mark.parametrize("host", [None, "150KB"])
+def test_values_are_replaced_in_place(host: str | None, tmp_path: Path) -> None:
+    """Within the budget, and a block that is on the disk is a copy; a bad name changes nothing."""
+    with sl.simulate(data=1, x=1):
+        f, params = model(4)
+        tiers = o.Tiers(host=host, disk=tmp_path)
+        parts = o.zero(o.sgd(0.1), "data", 3, tiers=tiers).shard(params)
+        twice = {n: sl.unshard(x) * 2 for n, x in o.state_dict(parts).items()}
+        with torch.no_grad():
+            before = float(f(parts))
+            with pytest.raises(sl.ShardError, match="another kind"):
+                o.load_state_dict(parts, twice | {"h.1.up.bias": torch.ones(3)})
+            assert float(f(parts)) == before
+            new = o.load_state_dict(parts, twice)
+            assert float(f(new)) == float(f(parts)) != before
+        found = {n: sl.unshard(x) for n, x in o.state_dict(new).items()}
+        assert differing(twice, found) == []
+        row = next(iter(new.values()))
+        row.raw.zero_()
+        assert bool(row.raw.any()) == (host == "150KB")
 
 
 def test_real_ranks_read_what_they_save_together(pool: Any, tmp_path: Path) -> None:
