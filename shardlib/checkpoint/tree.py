@@ -186,11 +186,12 @@ def ranks_of(x: Tensor, rank: int) -> list[int]:
 
 def blocks(x: Tensor, rank: int) -> list[tuple[int, Tensor]]:
     """List (rank in its mesh, block) of a tensor for each rank in this process; no copies."""
-    found = [x.detach()] if not isinstance(x, ShardedTensor) else []
+    if not isinstance(x, ShardedTensor):
+        return [(rank, x.detach())]
     ranks = ranks_of(x, rank)
-    if isinstance(x, ShardedTensor) and ranks:
-        found = blocks_of(x.raw.detach(), x.mesh)
-    return list(zip(ranks, found, strict=True))
+    if not ranks:
+        return []
+    return list(zip(ranks, blocks_of(x.raw.detach(), x.mesh), strict=True))
 
 
 class LateValues:

@@ -126,7 +126,9 @@ class RowRead:
     @property
     def since(self) -> Callable[[], Callable[[], None]] | None:
         """Return a check that no step was made since, where rows are read from a disk when asked for."""
-        return self._checked if self.cache.store.disk is not None else None
+        if self.cache.store.disk is None:
+            return None
+        return self._checked
 
     def _checked(self) -> Callable[[], None]:
         cache, steps = self.cache, self.cache.steps

@@ -258,7 +258,9 @@ class TieredParameters(SplitParameters):
             given, old, mine = _opened(trees, memory)
             after = run_measured(self.inner, given, old, mine, step)
             found = _numbered(after, old)
-        return after if found is None else _picked(found, state)
+        if found is None:
+            return after
+        return _picked(found, state)
 
     def _splits(self, cache: ChunkCache, state: State, params: Buckets) -> bool:
         """Return whether chunks may be updated one by one: found out once, on copies of each."""
@@ -427,7 +429,9 @@ def _opened(trees: Any, memory: Mapping[TierRow, Tensor]) -> Any:
 
     def raw(x: ShardedTensor) -> Tensor:
         row = row_of(x)
-        return x.raw if row is None else memory[row]
+        if row is None:
+            return x.raw
+        return memory[row]
 
     return tuple(_stored(t, (), raw) for t in trees)
 

@@ -38,7 +38,9 @@ class TierRow:
     @property
     def version(self) -> int:
         """A number that changes when the row does."""
-        return self.count if self.memory is None else self.memory._version
+        if self.memory is None:
+            return self.count
+        return self.memory._version
 
 
 class RowSize(NamedTuple):
@@ -268,7 +270,9 @@ class RowStore:
         """Wait for the last commit; return the number of generations.  Raises: its error."""
         if self.committed is not None:
             self.committed.wait()
-        return 0 if self.disk is None else max(self.disk.generation, 0)
+        if self.disk is None:
+            return 0
+        return max(self.disk.generation, 0)
 
     def _read_ahead(
         self, rows: Sequence[TierRow], spare: Callable[[int], object] | None = None
