@@ -8,7 +8,7 @@ rows at once.  ``value_and_step`` updates a chunk when backward has its gradient
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -130,7 +130,7 @@ class TieredParameters(SplitParameters):
         for b in sorted(index, key=lambda b: order[cache.chunk_of[b.name]]):
             rows[b.name] = RowSize(cache.chunk_of[b.name], "parameters", part_bytes(b))
         mine = trained(_paper(cache, index, asks))
-        leaves, _ = self._begun(cache, mine, lambda i, x: x)
+        leaves, tree = self._begun(cache, mine, lambda i, x: x)
         for name in list(rows):
             for i, x in enumerate(leaves):
                 if _is_buckets(x) and name in x:
@@ -145,7 +145,7 @@ class TieredParameters(SplitParameters):
                 op="tiers",
                 fix="sl.optim.Tiers(disk=path, durable=False)",
             )
-        run = {"mesh": dict(cache.mesh.axes), "axes": self.how.axes, "master": self.how.master}
+        run = {"mesh": dict(cache.mesh.axes), "axes": self.how.axes, "state": str(tree)[:1000]}
         how: dict[str, Any] = {"resume": self.tiers.resume, "run": run}
         if spans_processes(cache.mesh):
             coord, sizes = cache.mesh.coord or {}, cache.mesh.axes
@@ -221,7 +221,7 @@ class TieredParameters(SplitParameters):
             tickets[cache.chunk_of[names[0]]] = self._post(cache, norms, trees, replace(begun))
         cache.end_step(tickets)
         merged = _picked(after, state)
-        _commit(cache, merged)
+        _commit(cache, merged, tickets.values())
         return merged
 
     def _post(
@@ -347,7 +347,7 @@ def _eager(
         first = next(iter(tickets.values())).on_host()
         cache.end_step(tickets)
         merged = _picked(first, state)
-        _commit(cache, merged)
+        _commit(cache, merged, tickets.values())
         return merged
 
     cache.eager = arrived
@@ -461,10 +461,11 @@ def _settle(cache: ChunkCache) -> None:
     cache.store.wait()
 
 
-def _commit(cache: ChunkCache, state: State) -> None:
+def _commit(cache: ChunkCache, state: State, tickets: Iterable[Ticket | None] = ()) -> None:
     """Post the commit of a step whose updates are posted."""
     leaves = optree.tree_leaves(state, is_leaf=_is_buckets, none_is_leaf=True)
-    cache.store.commit([x for x in leaves if not _is_buckets(x)], cache.movers.updates)
+    notes = [x for x in leaves if not _is_buckets(x)]
+    cache.store.commit(notes, cache.movers.updates, [t for t in tickets if t is not None])
 
 
 def _joined(parts: Sequence[Buckets], mine: Buckets) -> Buckets:

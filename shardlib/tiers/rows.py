@@ -260,10 +260,10 @@ class RowStore:
         yield found
         self._write(list(found.items()))
 
-    def commit(self, notes: Any, mover: Mover) -> None:
-        """Post the commit of what was written, as a generation."""
+    def commit(self, notes: Any, mover: Mover, after: Sequence[Ticket]) -> None:
+        """Post the commit of what jobs write, as a generation; there is none if one of them raises."""
         if self.disk is not None and self.durable:
-            self.committed = mover.submit(_Commit(self.disk, notes))
+            self.committed = mover.submit(_Commit(self.disk, notes), after=after)
             self.ends[:] = [self.committed.finished]
 
     def wait(self) -> int:

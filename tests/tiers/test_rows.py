@@ -2,6 +2,7 @@
 
 import errno
 import gc
+import multiprocessing as mp
 import os
 import threading
 import time
@@ -135,6 +136,45 @@ def test_a_disk_that_fails_ends_the_run_with_its_cause_and_loses_no_step(
         begun: list[int] = []
         assert kill_steps.trained(CASE, path, begun.append) == want
         assert begun[0] >= max(done, default=0) - 1
+
+
+@pytest.mark.parametrize("verb", ["step", "value_and_step"])
+def test_a_step_of_which_an_update_raised_is_no_generation(verb: str, tmp_path: Path) -> None:
+    def rate(count: int) -> float:
+        if count == 1 and threading.current_thread() is not threading.main_thread():
+            raise OSError("no rate")
+        return 0.1
+
+    def begun(resume: bool) -> Any:
+        f, params = model(3)
+        tiers = o.Tiers(disk=tmp_path, durable=True, resume=resume)
+        tx = o.zero(o.adamw(rate), "data", 3, tiers=tiers)
+        params = tx.shard(params)
+        return f, tx, params, tx.init(params)
+
+    def two_steps() -> None:
+        f, tx, params, state = begun(False)
+        for _ in range(3):
+            if verb == "step":
+                _, grads = sl.value_and_grad(f)(params)
+                params, state, _ = o.step(tx, params, grads, state)
+            else:
+                _, params, state, _ = o.value_and_step(f, tx)(params, state)
+
+    def child() -> None:
+        torch.set_num_threads(1)
+        with sl.simulate(data=1, x=1):
+            with pytest.raises(OSError, match="no rate"):
+                two_steps()
+            os._exit(7)
+
+    process = mp.get_context("fork").Process(target=child)
+    process.start()
+    process.join(60)
+    assert process.exitcode == 7
+    with sl.simulate(data=1, x=1):
+        _, _, params, state = begun(True)
+        assert params.generation == state.count == 1
 
 
 def test_a_run_of_others_is_refused_and_keeps_its_rows(tmp_path: Path) -> None:
