@@ -1,4 +1,4 @@
-"""Device cache of chunks of parameters, whose rows are in host memory.
+"""Device cache of chunks of parameters, whose rows are in host memory or on a disk.
 
 A chunk is the buckets of one block of the module.  Its parts are loaded before they are gathered,
 in the order of the last step (``tiers/schedule.py``), by a mover beside the computation.  Gathered
@@ -21,10 +21,11 @@ from shardlib.errors import ShardError
 from shardlib.mesh import Mesh
 from shardlib.optim.buckets import Bucket, Index, Memory, Room
 from shardlib.optim.norms import over_ranks
-from shardlib.tiers.buffers import Buffers, host_row
+from shardlib.tiers.buffers import Buffers
 from shardlib.tiers.depth import Times
 from shardlib.tiers.ledger import Ledger
 from shardlib.tiers.mover import Mover, Ticket
+from shardlib.tiers.rows import RowStore, TierRow
 from shardlib.tiers.schedule import TRANSITIONS, State, Uses, moves
 
 
@@ -183,7 +184,7 @@ class ChunkCache:
     """Device copies of the chunks of one model's parameters.
 
     ``chunks``   chunk -> its buckets.
-    ``rows``     bucket -> its part in host memory.
+    ``rows``     bucket -> its part; ``store`` has these rows and those of the state.
     ``updates``  chunk -> the job of its last update on the host.
     ``loads``    chunks loaded so far.
     ``ahead``    whether the next block is gathered while one is computed, and a gradient may be on
@@ -215,7 +216,8 @@ class ChunkCache:
             self.block_of[chunk] = block
             self.chunks.setdefault(chunk, []).append(b)
         self.sizes = {c: sum(map(part_bytes, some)) for c, some in self.chunks.items()}
-        self.rows: dict[str, Tensor] = {}
+        self.rows: dict[str, TierRow] = {}
+        self.store = RowStore(ledger, device, self.shares)
         # what stands for a row in a graph: no memory
         self.standing = {b.name: torch.empty((), dtype=b.dtype, device=device) for b in index}
         self.parts = Buffers(ledger, "device", "parameters", device, self.shares)
@@ -268,19 +270,6 @@ class ChunkCache:
                 fix=f"sl.optim.Tiers(device={least})",
             )
         return budget - beside, False
-
-    def like(self, index: Index) -> "ChunkCache":
-        """Return an empty cache for an equal index."""
-        return ChunkCache(index, self.mesh, self.ledger, self.movers, self.asked, self.device)
-
-    def keep(self, name: str, part: Tensor) -> None:
-        """Copy a part to host memory, as the row of a bucket."""
-        self.rows[name] = self.row(part, "parameters")
-
-    def row(self, x: Tensor, kind: str) -> Tensor:
-        """Return a copy in host memory."""
-        row = host_row(x, self.ledger, kind, self.device, self.shares)
-        return row.copy_(x)
 
     # ------------------------------------------------------------ reading
 
@@ -335,7 +324,7 @@ class ChunkCache:
         if copy is None:
             return False
         self._loaded(chunk)
-        return all(self.rows[n]._version == v for n, v in copy.versions.items())
+        return all(self.rows[n].version == v for n, v in copy.versions.items())
 
     def _load(self, chunk: str) -> None:
         self._event(chunk, "load")
@@ -343,10 +332,9 @@ class ChunkCache:
         spare = self.spared()
         parts = {n: self.parts.take(self.rows[n].shape, self.rows[n].dtype, spare) for n in names}
         versions: dict[str, int] = {}
-        pairs = [(parts[n], self.rows[n]) for n in names]
         after = list(filter(None, [self.updates.get(chunk)]))
         rows = {n: self.rows[n] for n in names}
-        job = partial(_load_rows, pairs, rows, versions)
+        job = partial(_load_rows, self.store, rows, parts, versions)
         ticket = self.movers.loads.submit(job, sum(x.nbytes for x in parts.values()), after)
         for x in parts.values():
             self.parts.until(x, ticket)
@@ -457,7 +445,13 @@ def copied(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
             to.copy_(x, non_blocking=True)
 
 
-def _load_rows(pairs: Any, rows: Mapping[str, Tensor], versions: dict[str, int]) -> None:
+@torch.no_grad()
+def _load_rows(
+    store: RowStore,
+    rows: Mapping[str, TierRow],
+    parts: Mapping[str, Tensor],
+    versions: dict[str, int],
+) -> None:
     # an update that this job waited for has ended
-    versions.update((n, row._version) for n, row in rows.items())
-    copied(pairs)
+    versions.update((n, row.version) for n, row in rows.items())
+    store.load(rows, parts)

@@ -224,13 +224,19 @@ def _in_tiers(found: Explanation, params: TieredParts, cluster: Cluster) -> Expl
     loads = scheduled_loads(*how) or []
     loaded, sent = (sum(cache.sizes[c] for c in some) for some in (loads, cache.uses.stale))
     host = {"parameters": found.parameters, "gradients": sent, "state": found.state}
+    store, disk = cache.store, 0
+    for key, row in store.sizes.items():
+        host[row.kind] -= row.nbytes * (key in store.away)
+        disk += row.nbytes * (2 * store.durable or key in store.away)
+    if store.buffers:
+        host["buffers"] = store.buffers
     rates = Rates(cluster.links(found.mesh), cluster.flops, cluster.bandwidth)
     computing = rates.seconds(found.work)
     use = TierUse(
         room, host, len(cache.sizes), len(loads), loaded, sent, computing,
         max(loaded, sent) / cluster.host,
         step_seconds(*how, _by_use(cache, computing), cluster.host),
-        _largest(params, sum(host.values())),
+        _largest(params, sum(host.values())), disk, *store.traffic(cache.uses.stale, loads),
     )  # fmt: skip
     # on paper the gradients stayed on the device
     left = max(found.transient - sent, found.saved)

@@ -59,6 +59,7 @@ class TierUse:
     ``computing``, ``moving``  seconds of all products and transfers between ranks, and of the
                 busier of the two links; ``seconds`` those of a step, both beside one another.
     ``largest`` parameters of the largest model of such blocks that the tiers hold; None: any.
+    ``disk``    bytes there; ``read``, ``written``  from it and to it in a step.
     """
 
     device: int
@@ -71,6 +72,9 @@ class TierUse:
     moving: float = 0.0
     seconds: float = 0.0
     largest: int | None = None
+    disk: int = 0
+    read: int = 0
+    written: int = 0
 
     def __str__(self) -> str:
         held = ", ".join(f"{kind} {size(n)}" for kind, n in self.host.items() if n)
@@ -81,6 +85,9 @@ class TierUse:
             f"time        {self.seconds:.3g} s: {self.computing:.3g} s of computing, "
             f"{self.moving:.3g} s of the busier link",
         ]
+        if self.disk:
+            moved = f"{size(self.read)} read, {size(self.written)} written"
+            lines.insert(0, f"disk        {size(self.disk)}: {moved}")
         if self.largest is not None:
             lines.append(f"largest     {self.largest:,} parameters in such blocks")
         return "\n".join(lines)

@@ -109,6 +109,8 @@ def _serve(due: SimpleQueue[Any], stream: Any, rate: float | None) -> None:
     """Run jobs until None comes."""
     # when the link is free again
     free = 0.0
+    other: Any
+    arrived: Any
     while (item := due.get()) is not None:
         context, job, nbytes, after, before, ticket = item
         began = time.perf_counter()
@@ -141,6 +143,7 @@ def _serve(due: SimpleQueue[Any], stream: Any, rate: float | None) -> None:
             ticket.span = start, end
         # before it is known to have ended: a buffer that a job refers to is in use
         del item, context, job, after, before
+        other = arrived = None
         ticket.finished.set()
         del ticket
 
