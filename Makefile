@@ -52,6 +52,7 @@ fixes: $(VENV)/test.stamp
 kills: $(VENV)/test.stamp
 	$(PY) -m tests.checkpoint.kill --count 60 $(ARGS)
 	$(PY) -m tests.tiers.kill --count 60
+	$(PY) -m tests.tiers.kill_steps --count 60
 
 # Whatever may stand where something is written: nothing of it is lost.
 targets: $(VENV)/test.stamp

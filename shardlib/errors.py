@@ -6,8 +6,10 @@ operands, on which mesh, at which line of the user's code, and one line that fix
 
 import difflib
 import itertools
+import os
 import sys
 from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
@@ -468,6 +470,15 @@ def package_line(frame: FrameType | None) -> tuple[str, str]:
     )
 
 
+@cache
+def _is_inside(name: str) -> bool:
+    """Return whether a file is of shardlib, torch, or what they call through."""
+    return name.startswith((_HERE, "<")) or any(
+        part in name
+        for part in ("/torch/", "/optree/", "/contextlib.py", "/functools.py", "/threading.py")
+    )
+
+
 def user_line(frame: FrameType | None = None, *, only: bool = False, line: int = 0) -> str:
     """Find ``file:line`` of the innermost frame outside shardlib and torch.
 
@@ -476,13 +487,9 @@ def user_line(frame: FrameType | None = None, *, only: bool = False, line: int =
     frame = frame or sys._getframe(2)
     while frame is not None:
         name = frame.f_code.co_filename
-        inside = name.startswith((_HERE, "<")) or any(
-            part in name
-            for part in ("/torch/", "/optree/", "/contextlib.py", "/functools.py", "/threading.py")
-        )
-        if not inside:
+        if not _is_inside(name):
             # a notebook's cell
-            file = "cell" if "ipykernel_" in name else Path(name).name
+            file = "cell" if "ipykernel_" in name else os.path.basename(name)
             return f"{file}:{line or frame.f_lineno}"
         frame = None if only else frame.f_back
     return ""

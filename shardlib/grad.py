@@ -481,9 +481,15 @@ class GradientSums:
 
     def _sum(self, i: int, g: Tensor, copy: bool = False) -> None:
         if (old := self.sums.get(i)) is None:
-            self.sums[i] = g.to(wider(g.dtype), copy=copy)
+            self.sums[i] = self._in(g, wider(g.dtype), copy)
         else:
             old.add_(g)
+
+    def _in(self, g: Tensor, dtype: torch.dtype, copy: bool = False) -> Tensor:
+        """Return a gradient in a dtype, in the memory tier in which it is."""
+        if not getattr(self.params, "in_tiers", False) or (g.dtype == dtype and not copy):
+            return g.to(dtype, copy=copy)
+        return self.params.gradient_row(g.shape, dtype).copy_(g)
 
     def takes(self, i: int) -> bool:
         """Check whether a leaf's gradient may come after backward, see ``Together``."""
@@ -526,7 +532,7 @@ class GradientSums:
         if axes:
             self.together.take(i, g, x.mesh, axes, raw.dtype, raw.dtype)
         else:
-            self._take(i, g.to(raw.dtype))
+            self._take(i, self._in(g, raw.dtype))
 
     def _take(self, i: int, g: Tensor) -> None:
         if self.sink is None:

@@ -262,3 +262,41 @@ def test_models_are_cut_into_stages_as_they_are(name: str, pipe: int) -> None:
         whole = [("*", "...")]
         error = off(module.double(), inputs, whole, 2, aux_loss_of, parts=2, schedule="zb")
     assert error < 1e-12
+
+
+def losses_in(tiers: Any, name: str, recipe: str, dtype: torch.dtype, master: Any) -> list[Tensor]:
+    """Losses and parameters of three clipped steps of AdamW, in memory or in tiers."""
+    make, inputs, _ = MODELS[name]
+    torch.manual_seed(0)
+    net = make().to(dtype)
+    rules = getattr(sl.recipes, recipe)(net)
+    apply, params = sl.parallelize(net, rules, pad=True)
+    tx = sl.optim.chain(sl.optim.clip_by_global_norm(0.1), sl.optim.adamw(0.01))
+    tx = sl.optim.zero(tx, "data", 3, master=master, tiers=tiers)
+    parts = tx.shard(params)
+    state, out = tx.init(parts), []
+    given = {n: x.to(dtype) if x.is_floating_point() else x for n, x in inputs.items()}
+    for _ in range(3):
+        vg = sl.value_and_grad(lambda p: apply(p, **given).logits.float().square().mean(), into=tx)
+        loss, grads = vg(parts)
+        parts, state, _ = sl.optim.step(tx, parts, grads, state)
+        out.append(sl.unshard(loss).detach())
+    return out + [sl.unshard(x).detach() for x in sl.optim.state_dict(parts).values()]
+
+
+@pytest.mark.parametrize("mesh", [{"data": 2, "x": 1}, {"data": 1, "x": 2}])
+@pytest.mark.parametrize(("dtype", "master"), [(torch.float32, None), (torch.bfloat16, "bf16+rem")])
+@pytest.mark.parametrize("name", ["gpt2", "llama, two heads of keys", "vit"])
+def test_training_in_memory_tiers_is_training_in_memory(
+    name: str, dtype: torch.dtype, master: Any, mesh: Any
+) -> None:
+    """Bit for bit, with the least budget that the refusal of a smaller one names."""
+    with sl.simulate(**mesh):
+        want = losses_in(None, name, "megatron1d", dtype, master)
+        with pytest.raises(sl.ShardError, match="needs") as refused:
+            losses_in(sl.optim.Tiers(device=1), name, "megatron1d", dtype, master)
+        tiers = sl.optim.Tiers(device=int(refused.value.fix.split("device=")[-1].strip(" )")))
+        found = losses_in(tiers, name, "megatron1d", dtype, master)
+        assert len(found) == len(want) > 10
+        for a, b in zip(found, want, strict=True):
+            assert torch.equal(a, b)

@@ -175,14 +175,53 @@ def place_of(x: Tensor, world: int) -> SavedPlace:
     return SavedPlace(tuple(x.shape), x.dtype, x.sharding, tiled, axes, x.mesh.ranks)
 
 
+def ranks_of(x: Tensor, rank: int) -> list[int]:
+    """List the ranks of this process in the mesh of a tensor."""
+    if not isinstance(x, ShardedTensor):
+        return [rank]
+    if spans_processes(x.mesh) and x.mesh.coord is None:
+        return []
+    return [rank_along(x.mesh.names, coord, x.mesh.axes) for coord in played(x.mesh)]
+
+
 def blocks(x: Tensor, rank: int) -> list[tuple[int, Tensor]]:
     """List (rank in its mesh, block) of a tensor for each rank in this process; no copies."""
     if not isinstance(x, ShardedTensor):
         return [(rank, x.detach())]
-    if spans_processes(x.mesh) and x.mesh.coord is None:
+    ranks = ranks_of(x, rank)
+    if not ranks:
         return []
-    ranks = [rank_along(x.mesh.names, coord, x.mesh.axes) for coord in played(x.mesh)]
     return list(zip(ranks, blocks_of(x.raw.detach(), x.mesh), strict=True))
+
+
+class LateValues:
+    """Tensors that are fetched when they are written: by all ranks together, in the order of names."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        some = ((n, x) for n, x in tensors.items() if isinstance(x, ShardedTensor))
+        self.tensors = {n: x for n, x in some if not x.is_stored}
+        self.coming = list(self.tensors)
+        self.name, self.found = "", list[Tensor]()
+
+    def block(self, name: str, i: int) -> Tensor:
+        """Return block number ``i`` of this process; fetch all values up to it."""
+        if name != self.name and name not in self.coming:
+            # the file of another simulated rank
+            self.coming = list(self.tensors)
+        while name != self.name:
+            self._fetch()
+        return self.found[i]
+
+    def rest(self) -> None:
+        """Fetch the others, which other ranks write."""
+        while self.coming:
+            self._fetch()
+        self.name, self.found = "", []
+
+    def _fetch(self) -> None:
+        self.found = []
+        self.name = self.coming.pop(0)
+        self.found = [block for _, block in blocks(self.tensors[self.name], 0)]
 
 
 def boxes(x: Tensor) -> list[tuple[Box, Tensor]]:

@@ -30,7 +30,16 @@ from shardlib.checkpoint.folder import (
 )
 from shardlib.checkpoint.stages import groups_of, refuse_difference, stage_of, union
 from shardlib.checkpoint.steps import remove_old
-from shardlib.checkpoint.tree import Content, Leaves, alone, blocks, fingerprint, place_of
+from shardlib.checkpoint.tree import (
+    Content,
+    LateValues,
+    Leaves,
+    alone,
+    blocks,
+    fingerprint,
+    place_of,
+    ranks_of,
+)
 from shardlib.errors import BadArgument, user_line
 from shardlib.optional import optional_text
 
@@ -154,13 +163,15 @@ def save(
     with job.leaving():
         claims = partial(_claims, group, leaves, stage)
         job.begin(content.leaves, leaves.skeleton, claims, error, stage)
-        files = _parts(job, leaves)
+        late = LateValues(leaves.tensors)
+        files = _parts(job, leaves, late)
         if not wait:
             # the caller changes its tensors while the copy is written
             files = {rank: [_copied(p) for p in parts] for rank, parts in files.items()}
+            late.rest()
 
     def finish() -> None:
-        job.write(files)
+        job.write(files, late)
         if keep is not None and step is not None and group.rank == 0:
             remove_old(path, keep, step)
 
@@ -310,17 +321,22 @@ class SaveJob:
             said = f": {type(e).__name__}: {e}" if isinstance(e, Exception) else " was interrupted"
             self.group.give_up(f"rank {self.group.rank}{said}")
 
-    def write(self, files: Mapping[int, list[WrittenPart]]) -> None:
+    def write(self, files: Mapping[int, list[WrittenPart]], late: LateValues | None = None) -> None:
         """Write these files, by rank; rank 0 then renames the directory to the target."""
         group = self.group
 
         def put(work: Work) -> list[Any]:
             about = {"checkpoint": work.id}
             how = group.progress, group.timeout
-            return [
-                write_file(work.fd, f"rank_{rank:05d}.safetensors", parts, about, *how)
-                for rank, parts in sorted(files.items())
-            ]
+            try:
+                return [
+                    write_file(work.fd, f"rank_{rank:05d}.safetensors", parts, about, *how)
+                    for rank, parts in sorted(files.items())
+                ]
+            finally:
+                # also where the write failed: the other ranks fetch them too
+                if late is not None:
+                    late.rest()
 
         def commit(work: Work, said: list[list[Any]]) -> str:
             manifest = {
@@ -335,7 +351,7 @@ class SaveJob:
             write_manifest(work.fd, manifest)
             return work.commit(self.overwrite)
 
-        self.finish(put, commit)
+        self.finish(put, commit, together=late is not None and bool(late.coming))
 
     def finish(
         self,
@@ -415,11 +431,11 @@ def _claims(
     for name in leaves.tensors if copies is None else leaves.tensors.keys() & copies:
         x = leaves.tensors[name]
         place = place_of(x, group.world)
+        free = [a for a, n in place.mesh if a not in place.layout.axes and n > 1]
+        if not free and copies is None:
+            continue
         for rank, block in blocks(x, group.rank):
             where = coordinate(rank, dict(place.mesh))
-            free = [a for a, n in place.mesh if a not in place.layout.axes and n > 1]
-            if not free and copies is None:
-                continue
             apart = {a: i for a, i in where.items() if a not in free}
             holders = [place.mesh, place.ranks, *stage] if copies is None else [name]
             key = json.dumps([*holders, apart])
@@ -427,7 +443,7 @@ def _claims(
     return out
 
 
-def _parts(job: SaveJob, leaves: Leaves) -> dict[int, list[WrittenPart]]:
+def _parts(job: SaveJob, leaves: Leaves, late: LateValues) -> dict[int, list[WrittenPart]]:
     """List the parts to write for each rank in this process, also for one that writes none."""
     group = job.group
     out: dict[int, list[WrittenPart]] = {group.rank: []}
@@ -435,13 +451,21 @@ def _parts(job: SaveJob, leaves: Leaves) -> dict[int, list[WrittenPart]]:
         if not job.writes(name):
             continue
         place = place_of(x, group.world).among(job.team)
-        for rank, block in blocks(x, job.team.index(group.rank)):
+        mine = job.team.index(group.rank)
+        held = [] if name in late.tensors else blocks(x, mine)
+        for i, rank in enumerate(ranks_of(x, mine)):
             file = out.setdefault(place.ranks[rank], [])
             box = chunk(name, place, rank)
             if box is not None:
-                get = partial(_cut, block, box)
+                get = partial(_late, late, name, i, box)
+                if held:
+                    get = partial(_cut, held[i][1], box)
                 file.append(WrittenPart(name, box, place.shape, place.dtype, get))
     return out
+
+
+def _late(late: LateValues, name: str, i: int, box: Box) -> Tensor:
+    return _cut(late.block(name, i), box)
 
 
 def _cut(block: Tensor, box: Box) -> Tensor:

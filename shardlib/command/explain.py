@@ -6,6 +6,7 @@ from shardlib.command.config import Config, answer, takes_file
 from shardlib.command.from_config import batches, built, mesh_of, rows_of
 from shardlib.command.train import checked
 from shardlib.mesh import use_mesh
+from shardlib.planning.cluster import Cluster
 from shardlib.planning.explain import explain
 from shardlib.planning.explanation import Explanation
 
@@ -22,12 +23,12 @@ def main(given: argparse.Namespace) -> int:
     return answer(given, found.json(), found.text(given.by))
 
 
-def explain_run(config: Config) -> Explanation:
+def explain_run(config: Config, cluster: str | Cluster = "h100") -> Explanation:
     """Explain a step of a file's run: forward, backward and the optimizer's memory."""
     with use_mesh(mesh_of(config, "record")):
         made = built(config, values=False)
         batch = next(iter(batches(made, rows_of(config))))
         if "stages" not in config.tables:
-            return explain(made.loss, made.params, (batch,), tx=made.tx)
+            return explain(made.loss, made.start(), (batch,), tx=made.tx, cluster=cluster)
         count = config.tables.get("microbatches", 1)
         return explain(made.loss, made.params, (batch,), tx=made.tx, microbatches=count)

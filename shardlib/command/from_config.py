@@ -405,19 +405,29 @@ def optimizer(config: Config, module: nn.Module | None = None) -> Transform:
         path = ("optimizer", name)
         if name == "clip" and name in table:
             tx = optim.chain(call(wrapper, config, path), tx)
-        elif name == "zero" and policy is not None:
-            tx = _in_halves(config, policy, tx)
+        elif name == "zero":
+            tx = _zero(config, policy, tx)
         elif name in table:
             tx = call(wrapper, config, path, tx)
     return tx
 
 
-def _in_halves(config: Config, policy: Precision, tx: Transform) -> Transform:
-    """Give the dtypes of ``[precision]`` to ``[optimizer.zero]``, or to a transform of their own."""
+def _zero(config: Config, policy: Precision | None, tx: Transform) -> Transform:
+    """Make ``[optimizer.zero]``, with the dtypes of ``[precision]`` and the tiers of ``[tiers]``.
+
+    Without it ``[precision]`` has a transform of its own.
+    """
+    own, more = config.table("optimizer", "zero"), dict[str, Any]()
+    tiers = optional(optim.Tiers, config, "tiers")
+    if tiers is not None:
+        if own.get("stage") != 3:
+            text = "blocks are loaded as stage 3 gathers them: write stage = 3 in [optimizer.zero]"
+            raise config.error(("tiers",), text)
+        more["tiers"] = tiers
     if "zero" not in config.table("optimizer"):
-        return optim.mixed(tx, policy)
-    own = config.table("optimizer", "zero")
-    more = {k: v for k, v in policy.for_zero().items() if k not in own and v is not None}
+        return tx if policy is None else optim.mixed(tx, policy)
+    if policy is not None:
+        more |= {k: v for k, v in policy.for_zero().items() if k not in own and v is not None}
     return call(optim.zero, config, ("optimizer", "zero"), tx, **more)
 
 
@@ -449,8 +459,18 @@ class Built:
         return self.config.table("optimizer", "zero").get("stage", 1) < 3
 
     def start(self) -> Params:
-        """Return the parameters that are trained: at stage 3 this rank's parts."""
-        return self.params if self.whole else self.tx.shard(self.params)
+        """Return the parameters that are trained: at stage 3 this rank's parts.
+
+        Raises: ConfigError if ``[tiers]`` does not hold them.
+        """
+        if self.whole:
+            return self.params
+        try:
+            return self.tx.shard(self.params)
+        except ShardError as e:
+            if e.op != "tiers":
+                raise
+            raise self.config.error(("tiers",), told(e)) from e
 
     def named(self, params: Params) -> Any:
         """Return parameters by their names, for a checkpoint or an export."""

@@ -71,7 +71,8 @@ def listed() -> Iterator[Key]:
     for name, function in SCHEDULES.items():
         yield from _of(f'optimizer.lr, name = "{name}"', function)
     for name, function in from_config.WRAPPERS.items():
-        yield from _of(f"optimizer.{name}", function, but=("tx",))
+        yield from _of(f"optimizer.{name}", function, but=("tx", "tiers"))
+    yield from _of("tiers", optim.Tiers)
     yield from _of("precision", optim.Precision)
     policies = '"full", "products", "host", "all"'
     yield Key("remat", "PATTERN", policies, "", "what modules of this name keep")

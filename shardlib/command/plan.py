@@ -15,12 +15,14 @@ from torch import nn
 
 from shardlib.capacity import bytes_in
 from shardlib.command.config import Config, ConfigError, answer, near, takes_file, told
+from shardlib.command.explain import explain_run
 from shardlib.command.from_config import axes_of, hugging_face, module_of, rows_of, under_launcher
 from shardlib.command.keys import explained
 from shardlib.command.train import checked
 from shardlib.errors import BadArgument
 from shardlib.mesh import Link
 from shardlib.planning.cluster import CLUSTERS, Cluster, measured
+from shardlib.planning.explanation import size
 from shardlib.planning.plan import RECIPES, Plan, Weighed, plan
 
 
@@ -52,6 +54,10 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def main(given: argparse.Namespace) -> int:
     """Run the command: return 0, or 4 if nothing fits for one of the numbers of ranks."""
+    if given.model.endswith(".toml"):
+        config = checked(given.model, given.set, whole=False)
+        if "tiers" in config.tables:
+            return _in_tiers(given, config)
     model, said = _model(given)
     cluster = _cluster(given)
     if under_launcher() and int(os.environ["RANK"]) > 0:
@@ -73,6 +79,22 @@ def main(given: argparse.Namespace) -> int:
             lines.append(_tables(p.best, p.batch))
     answer(given, [{"ranks": n, **_plain(p)} for n, p in found.items()], "\n".join(lines))
     return 4 * any(p.best is None for p in found.values())
+
+
+def _in_tiers(given: argparse.Namespace, config: Config) -> int:
+    """Print where the bytes of a file with ``[tiers]`` lie on one rank, and a step's seconds."""
+    cluster, held = _cluster(given), config.table("tiers").get("host")
+    most = None if held is None else bytes_in(held)
+    found = explain_run(config, cluster)
+    use = found.tiers
+    assert use is not None, "a file with [tiers] has its parameters in them"
+    fits = most is None or sum(use.host.values()) <= most
+    text = f"device      {size(use.device + found.transient)}: parameters {size(use.device)}\n{use}"
+    if most is not None and not fits:
+        text += f"\nthe host may hold {size(int(most))}"
+    data = {"fits": fits, "transient": found.transient, **asdict(use), "host": dict(use.host)}
+    answer(given, data, f"{text}\n{cluster.told()}")
+    return 4 * (not fits)
 
 
 def _cluster(given: argparse.Namespace) -> Cluster:

@@ -175,6 +175,7 @@ def train(
     layout: Table = _NONE,
     stages: Table = _NONE,
     optimizer: Table = _NONE,
+    tiers: Table = _NONE,
     precision: Table = _NONE,
     remat: Table = _NONE,
     checkpoint: Table = _NONE,

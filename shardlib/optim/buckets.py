@@ -16,7 +16,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Any, TypeVar
 
 import optree
@@ -42,7 +42,7 @@ from shardlib.errors import ShardError
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh, bind, rank_along
 from shardlib.placing import reshard, shard, whole_of
-from shardlib.tensor import Place, ShardedTensor
+from shardlib.tensor import Facts, Place, ShardedTensor
 
 Tree = Any
 """A nest of dicts, tuples and lists with tensors as leaves, or ``Buckets`` of them."""
@@ -502,30 +502,45 @@ class Buckets(dict[str, Any]):
     def by_parameter(self) -> list[tuple[str, ShardedTensor]]:
         """List (path, the parameter's numbers), split over the buckets' axes too if these divide.
 
-        Moves: (N-1)/N of the buckets' bytes, one bucket at a time.
+        Moves: (N-1)/N of the buckets' bytes, one bucket at a time; those of rows on a disk when the
+        values are read, by all ranks together.
         """
-        out = {}
+        out, held = {}, dict[str, dict[int, Tensor]]()
         for bucket in self.index:
-            with torch.no_grad():
-                found = self.subset((bucket.name,)).whole()
+            x = self[bucket.name]
+            since = getattr(x.facts and x.facts.read, "since", None)
+            late = _LateBlocks(self.subset((bucket.name,)), held, since and since())
             for slot in bucket.slots:
                 item = self.index.items[slot.leaves[0]]
-                value = ShardedTensor(found[slot.leaves[0]], item.place_in(item.layout, self.mesh))
-                value = finer(value, bucket.over)
-                # a copy, which does not keep the bucket alive
-                value = value.becomes(value.raw.clone())
+                place = item.place_in(item.layout, self.mesh)
+                read = partial(late.block, slot.leaves[0], place, bucket.over)
+                at = finer(place, bucket.over)
+                value = ShardedTensor.when_read(at, x.dtype, x.device, Facts(read))
+                if since is None:
+                    value = ShardedTensor(value.raw, at)
                 out.update((i, (self.index.items[i].path, value)) for i in slot.leaves)
+            if since is None:
+                held.clear()
         return [out[i] for i in sorted(out)]
 
     def with_values(self, values: Mapping[str, Tensor]) -> "Buckets":
-        """Return a copy with the numbers of each path replaced."""
-        rows = [(i, self.index.items[i]) for i in self.index.where]
+        """Return a copy with the numbers of each path replaced; what lies in a tier is overwritten."""
+        return self.like({n: self._filled(self.subset((n,)), values) for n in self})
+
+    def _filled(self, one: "Buckets", values: Mapping[str, Tensor]) -> ShardedTensor:
+        """Return the value of one bucket with the numbers of each path replaced."""
+        rows = [(i, one.index.items[i]) for i in one.index.where]
         leaves = {i: placed(values[item.path], item.layout, self.mesh) for i, item in rows}
+        ((name, x),) = one.items()
         # keep the gaps between slots: in adam8bit a code of 0 is not the number 0
-        raws = ((n, x, x.raw.detach().clone()) for n, x in self.items())
-        new = self.like({n: x.becomes(raw.requires_grad_(x.requires_grad)) for n, x, raw in raws})
-        fill_slots(new, [leaves.get(i) for i in range(len(self.index.items))])
-        return new
+        raw = x.raw.detach().clone()
+        new = x.becomes(raw.requires_grad_(x.requires_grad))
+        fill_slots(one.like({name: new}), [leaves.get(i) for i in range(len(one.index.items))])
+        fill = getattr(x.facts and x.facts.read, "fill", None)
+        if fill is None:
+            return new
+        fill(raw.detach())
+        return x.at(x.place)
 
     def subset(self, names: tuple[str, ...]) -> "Buckets":
         """Return the buckets of these names, in the same memory."""
@@ -537,8 +552,8 @@ class Buckets(dict[str, Any]):
 
     def whole(self) -> dict[int, Tensor]:
         """Gather parts to whole buckets, in new memory; map each leaf's number to its block."""
-        rows = [(b, self[b.name].raw) for b in self.index]
-        flats = [raw.new_empty(storage_shape(self.mesh, b.length)) for b, raw in rows]
+        rows = [(self[b.name], storage_shape(self.mesh, b.length)) for b in self.index]
+        flats = [torch.empty(shape, dtype=x.dtype, device=x.device) for x, shape in rows]
         self._copy_to(flats)
         # as bytes: gloo knows no int16
         gather([flat.view(torch.uint8) for flat in flats], self.index, self.mesh)
@@ -559,22 +574,48 @@ class Buckets(dict[str, Any]):
         return type(self), (dict(self), self.index, self.mesh)
 
 
-def finer(value: ShardedTensor, axes: tuple[str, ...]) -> ShardedTensor:
-    """Split a value over these axes too, along a dimension that they divide, if there is one.
+class _LateBlocks:
+    """Blocks of the parameters of one bucket, which is gathered when one of them is read.
 
-    A dimension that no axis splits yet is preferred.
+    ``held``   bucket -> its blocks: the last two that were read.
+    ``check``  raises if the bucket was changed since.
     """
-    place = value.place
+
+    def __init__(
+        self, one: Buckets, held: dict[str, dict[int, Tensor]], check: Callable[[], object] | None
+    ) -> None:
+        self.one, self.held, self.check = one, held, check
+
+    def block(self, leaf: int, place: Place, axes: tuple[str, ...]) -> Tensor:
+        """Return a copy of a parameter's block, split over these axes too if they divide."""
+        if self.check is not None:
+            self.check()
+        (name,) = self.one
+        if name not in self.held:
+            if len(self.held) > 1:
+                del self.held[next(iter(self.held))]
+            with torch.no_grad():
+                self.held[name] = self.one.whole()
+        value = ShardedTensor(self.held[name][leaf], place)
+        # a copy, which does not keep the bucket alive
+        return reshard(value, finer(place, axes).layout).raw.clone()  # type: ignore[attr-defined]
+
+
+def finer(place: Place, axes: tuple[str, ...]) -> Place:
+    """Return the place of a value that is split over these axes too, if they divide a dimension.
+
+    One that no axis splits yet is preferred.
+    """
     # an axis of one rank may split it already
     axes = tuple(a for a in axes if a not in place.layout.axes)
-    ways = value.mesh.axis_size(axes)
+    ways = place.mesh.axis_size(axes)
+    sizes = place.layout.local_shape(tuple(place.tiled), place.mesh)
     for d, dim in sorted(enumerate(place.dims), key=lambda at: len(at[1].axes)):
-        layout = Layout((*place.dims[:d], Dim((*dim.axes, *axes)), *place.dims[d + 1 :]))
         plain = dim == Dim(dim.axes) and place.shape[d] == place.tiled[d]
-        n = value.raw.shape[d - len(place.dims)]
-        if ways > 1 and plain and n and not n % ways:
-            return reshard(value, layout)  # type: ignore[return-value]
-    return value
+        if ways > 1 and plain and sizes[d] and not sizes[d] % ways:
+            layout = Layout((*place.dims[:d], Dim((*dim.axes, *axes)), *place.dims[d + 1 :]))
+            return place.becomes(layout, place.shape, place.tiled)
+    return place
 
 
 def placed(value: Tensor, layout: Layout, mesh: Mesh) -> ShardedTensor:

@@ -1,4 +1,4 @@
-"""Device cache of chunks of parameters, whose rows are in host memory.
+"""Device cache of chunks of parameters, whose rows are in host memory or on a disk.
 
 A chunk is the buckets of one block of the module.  Its parts are loaded before they are gathered,
 in the order of the last step (``tiers/schedule.py``), by a mover beside the computation.  Gathered
@@ -16,13 +16,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardlib.collectives import played
+from shardlib.collectives import played, pmax
 from shardlib.errors import ShardError
 from shardlib.mesh import Mesh
 from shardlib.optim.buckets import Bucket, Index, Memory, Room
-from shardlib.tiers.buffers import Buffers, host_row
+from shardlib.optim.norms import over_ranks
+from shardlib.tiers.buffers import Buffers
+from shardlib.tiers.depth import Times
 from shardlib.tiers.ledger import Ledger
 from shardlib.tiers.mover import Mover, Ticket
+from shardlib.tiers.rows import RowStore, TierRow
 from shardlib.tiers.schedule import TRANSITIONS, State, Uses, moves
 
 
@@ -99,9 +102,13 @@ class TieredRoom(Room):
     def __init__(self, cache: "ChunkCache") -> None:
         super().__init__()
         self.cache = cache
-        spare = weakref.WeakMethod(self.spare)
+        # a chunk that is loaded may send incomplete gradients to the host, too
+        spare = cache.spared = weakref.WeakMethod(self.spare)
         self.memory = GradientMemory(cache.ledger, cache.shares, lambda n: spare()(n))  # type: ignore[misc]
         self.gathered = Buffers(cache.ledger, "device", "gathered", cache.device, cache.shares)
+        cache.ledger.idle.append(weakref.WeakMethod(self.give_way))
+        # whether the others are freeing bytes for this one
+        self.asks = False
         # gradients on their way to the host, and their device memory
         self.sent: list[tuple[Ticket, Tensor]] = []
         # those of blocks that are read again before they are complete
@@ -112,16 +119,35 @@ class TieredRoom(Room):
         return self.gathered.take(shape, like.dtype, self.spare)
 
     def spare(self, nbytes: int) -> None:
-        """Free bytes of the device tier: send incomplete gradients to the host, then drop chunks."""
-        for pool in (self.gathered, self.cache.parts, self.memory):
-            pool.trim()  # type: ignore[union-attr]
-        while self.partial and nbytes > self.cache.ledger.left("device"):
+        """Free bytes of the device tier.
+
+        Chunks of other models go first, then incomplete gradients, which are sent to the host, then
+        chunks of this one.
+        """
+        self.trim()
+        ledger = self.cache.ledger
+        self.asks = True
+        ledger.free(nbytes)
+        self.asks = False
+        while self.partial and nbytes > ledger.left("device"):
             self.partial.pop(0).leave()
             self.memory.trim()  # type: ignore[attr-defined]
         self.cache.spare(nbytes)
 
+    def trim(self) -> None:
+        """Free the buffers that no tensor refers to."""
+        for pool in (self.gathered, self.cache.parts, self.memory):
+            pool.trim()  # type: ignore[union-attr]
+
+    def give_way(self, nbytes: int) -> None:
+        """Free bytes for another model."""
+        if self.asks:
+            return
+        self.trim()
+        self.cache.spare(nbytes, all_of_it=True)
+
     def settle(self, most: int) -> None:
-        """Wait for gradients on their way until at most so many are left."""
+        """Wait for gradients on their way until at most so many are left, and send what is summed."""
         while len(self.flying) + len(self.sent) > most:
             if self.sent:
                 ticket, out = self.sent.pop(0)
@@ -129,6 +155,8 @@ class TieredRoom(Room):
                 self.memory.give(out)
             else:
                 self.flying.pop(0)()
+        while self.flying:
+            self.flying.pop(0)()
 
     def send(self, name: str, out: Tensor) -> tuple[Ticket, Tensor]:
         """Post the copy of a reduced gradient to a row of the host, which is returned."""
@@ -156,7 +184,7 @@ class ChunkCache:
     """Device copies of the chunks of one model's parameters.
 
     ``chunks``   chunk -> its buckets.
-    ``rows``     bucket -> its part in host memory.
+    ``rows``     bucket -> its part; ``store`` has these rows and those of the state.
     ``updates``  chunk -> the job of its last update on the host.
     ``loads``    chunks loaded so far.
     ``ahead``    whether the next block is gathered while one is computed, and a gradient may be on
@@ -169,12 +197,14 @@ class ChunkCache:
         mesh: Mesh,
         ledger: Ledger,
         movers: Movers,
-        depth: int,
+        depth: int | None,
         device: torch.device,
     ) -> None:
         # not the index, whose room refers to this: memory is freed without the collector
         self.mesh, self.ledger, self.movers = mesh, ledger, movers
-        self.device, self.depth = device, depth
+        self.device, self.asked = device, depth
+        self.depth = 2 if depth is None else depth
+        self.times = Times(device if movers.loads.stream is not None else None, depth is None)
         self.shares = len(played(mesh))
         self.chunk_of: dict[str, str] = {}
         self.block_of: dict[str, str] = {}
@@ -186,11 +216,14 @@ class ChunkCache:
             self.block_of[chunk] = block
             self.chunks.setdefault(chunk, []).append(b)
         self.sizes = {c: sum(map(part_bytes, some)) for c, some in self.chunks.items()}
-        self.rows: dict[str, Tensor] = {}
+        self.rows: dict[str, TierRow] = {}
+        self.store = RowStore(ledger, device, self.shares)
         # what stands for a row in a graph: no memory
         self.standing = {b.name: torch.empty((), dtype=b.dtype, device=device) for b in index}
         self.parts = Buffers(ledger, "device", "parameters", device, self.shares)
         self.gradients = Buffers(ledger, "host", "gradients", torch.device("cpu"), self.shares)
+        # frees bytes of the device for a chunk: the room's, which refers to this
+        self.spared: Callable[[], Callable[[int], object] | None] = lambda: None
         self.states: dict[str, State] = {}
         self.copies: dict[str, _Copy] = {}
         self.updates: dict[str, Ticket] = {}
@@ -238,19 +271,6 @@ class ChunkCache:
             )
         return budget - beside, False
 
-    def like(self, index: Index) -> "ChunkCache":
-        """Return an empty cache for an equal index."""
-        return ChunkCache(index, self.mesh, self.ledger, self.movers, self.depth, self.device)
-
-    def keep(self, name: str, part: Tensor) -> None:
-        """Copy a part to host memory, as the row of a bucket."""
-        self.rows[name] = self.row(part, "parameters")
-
-    def row(self, x: Tensor, kind: str) -> Tensor:
-        """Return a copy in host memory."""
-        row = host_row(x, self.ledger, kind, self.device, self.shares)
-        return row.copy_(x)
-
     # ------------------------------------------------------------ reading
 
     def read(self, name: str) -> Tensor:
@@ -260,7 +280,9 @@ class ChunkCache:
         """
         chunk = self.chunk_of[name]
         if chunk not in self.used or not self._is_valid(chunk):
-            self._use(chunk)
+            with self.times:
+                self._use(chunk)
+                self.copies[chunk].ticket.wait()
         self.copies[chunk].ticket.wait()
         return self.copies[chunk].parts[name]
 
@@ -302,24 +324,24 @@ class ChunkCache:
         if copy is None:
             return False
         self._loaded(chunk)
-        return all(self.rows[n]._version == v for n, v in copy.versions.items())
+        return all(self.rows[n].version == v for n, v in copy.versions.items())
 
     def _load(self, chunk: str) -> None:
         self._event(chunk, "load")
         names = [b.name for b in self.chunks[chunk]]
-        parts = {
-            n: self.parts.take(self.rows[n].shape, self.rows[n].dtype, self.spare) for n in names
-        }
+        spare = self.spared()
+        parts = {n: self.parts.take(self.rows[n].shape, self.rows[n].dtype, spare) for n in names}
         versions: dict[str, int] = {}
-        pairs = [(parts[n], self.rows[n]) for n in names]
         after = list(filter(None, [self.updates.get(chunk)]))
         rows = {n: self.rows[n] for n in names}
-        job = partial(_load_rows, pairs, rows, versions)
+        job = partial(_load_rows, self.store, rows, parts, versions)
         ticket = self.movers.loads.submit(job, sum(x.nbytes for x in parts.values()), after)
         for x in parts.values():
             self.parts.until(x, ticket)
         self.copies[chunk] = _Copy(parts, ticket, versions)
         self.loads += 1
+        if self.times.measures:
+            self.times.loads[chunk] = ticket
 
     def _loaded(self, chunk: str) -> None:
         if self.states.get(chunk) == "loading":
@@ -339,8 +361,14 @@ class ChunkCache:
     def _event(self, chunk: str, event: str) -> None:
         self.states[chunk] = TRANSITIONS[self.states.get(chunk, "absent"), event]
 
-    def spare(self, nbytes: int) -> None:
-        """Drop chunks until the device tier has so many bytes left; they get less room from now on."""
+    def spare(self, nbytes: int, all_of_it: bool = False) -> None:
+        """Drop chunks until the device tier has so many bytes left; they get less room from now on.
+
+        ``all_of_it``  also those in use, for now: another model is computed.
+        """
+        if all_of_it:
+            self.release()
+        room = self.room
         rows = [(self.uses.after(c, self.at), c) for c in self.copies if c not in self.used]
         for _, chunk in sorted(rows, reverse=True):
             if nbytes <= self.ledger.left("device"):
@@ -348,6 +376,8 @@ class ChunkCache:
             self._drop(chunk)
             self.parts.trim()
             self.room = max(sum(self.sizes[c] for c in self.copies), self.largest)
+        if all_of_it:
+            self.room = room
 
     # ------------------------------------------------------------ steps
 
@@ -367,9 +397,20 @@ class ChunkCache:
         stale = frozenset(updated)
         if self.trace and (tuple(self.trace) != self.uses.order or stale != self.uses.stale):
             self.uses = Uses(self.trace, stale)
+            self.times.clear(self.asked is None)
+        elif self.times.measures and self.steps:
+            self._measured()
+        else:
+            self.times.clear(self.times.measures)
         self.trace = []
         self.at = -1
         self.steps += 1
+
+    def _measured(self) -> None:
+        """Choose the depth from a step that repeated the one before it: the most of all ranks'."""
+        mine = torch.tensor(self.times.depth(self.trace), dtype=torch.float64)
+        self.depth = int(over_ranks([mine] * self.shares, self.mesh, pmax))
+        self.times.clear(False)
 
 
 def block_of(index: Index, bucket: Bucket) -> tuple[str, bool]:
@@ -404,7 +445,13 @@ def copied(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
             to.copy_(x, non_blocking=True)
 
 
-def _load_rows(pairs: Any, rows: Mapping[str, Tensor], versions: dict[str, int]) -> None:
+@torch.no_grad()
+def _load_rows(
+    store: RowStore,
+    rows: Mapping[str, TierRow],
+    parts: Mapping[str, Tensor],
+    versions: dict[str, int],
+) -> None:
     # an update that this job waited for has ended
-    versions.update((n, row._version) for n, row in rows.items())
-    copied(pairs)
+    versions.update((n, row.version) for n, row in rows.items())
+    store.load(rows, parts)

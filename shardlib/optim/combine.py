@@ -259,7 +259,9 @@ def multi_steps(tx: Transform, every: int) -> Transform:
             t.zero_()
         return begun(total, inner)
 
-    return Transform(init, update, tx.trait, donate, **handed_on(tx))
+    # of a run that was killed within a cycle the cycle begins again: nothing of it is kept
+    copied = {"groups": tx.groups, "sink": tx.sink, "shard": tx.shard}
+    return Transform(init, update, tx.trait, donate, **copied)
 
 
 def _lie_alike(total: Tree, grads: Tree) -> bool:

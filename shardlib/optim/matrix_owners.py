@@ -31,7 +31,7 @@ from shardlib.modules.rules import Pattern, matches
 from shardlib.optim.buckets import AxisSizes, Buckets, finer, vector
 from shardlib.optim.norms import over_ranks
 from shardlib.optim.trees import TensorView, Tree, by_tensor, named, of_others, pytree_node
-from shardlib.placing import whole_of
+from shardlib.placing import reshard, whole_of
 from shardlib.tensor import Place, ShardedTensor, typeof
 
 
@@ -689,7 +689,7 @@ class Owned:
             return whole
         place = Place(Layout((Dim(),) * len(shape)), torch.Size(shape), self.mesh)
         value = ShardedTensor(storage([whole] * len(rows), self.mesh), place)
-        return finer(value, tuple(self.mesh.names))
+        return reshard(value, finer(place, tuple(self.mesh.names)).layout)
 
     def with_values(self, values: Mapping[str, Tensor]) -> "Owned":
         """Return a copy with the numbers of each path replaced."""

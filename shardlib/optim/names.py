@@ -28,7 +28,8 @@ def state_dict(state: object) -> dict[str, Tensor | int | float]:
     ``sl.save`` writes it, ``sl.load`` reads it onto another mesh, and ``load_state_dict`` takes it
     at another world size, layout, stage or bucket size.  Tensors of buckets are split over the
     buckets' axes too, if a dimension divides: each rank holds about its part.  Moves each bucket
-    once: (N-1)/N of its bytes, one at a time.
+    once: (N-1)/N of its bytes, one at a time.  Where rows lie on a disk, each tensor is read when
+    it is used, by all ranks together, until the next step; ``sl.save`` holds two rows at a time.
     Raises: ShardError for a cycle of ``multi_steps`` around ``zero``, or of pending gradients, that
             has begun: its accumulated gradients are still unreduced and cannot be saved in the
             middle of a cycle.
@@ -90,6 +91,11 @@ def load_state_dict(state: Kept, kept: Mapping[str, object]) -> Kept:
     kept = {name: x for name, x in kept.items() if not name.startswith(empty)}
     names = [name for keys, x in nodes if x is not None for name in keys.values()]
     _same_names({name for name in names if not name.startswith(empty)}, set(kept))
+    # all before the first is filled: what lies in a tier is overwritten
+    for keys, x in nodes:
+        if isinstance(x, ByParameter) and not next(iter(keys.values()), "").startswith(empty):
+            for path, kind in x.kinds().items():
+                _check(keys[path], kept[keys[path]], *kind)
     with torch.no_grad():
         new = [_loaded(x, keys, kept, empty) for keys, x in nodes]
     new_state: Any = optree.tree_unflatten(tree, new)
@@ -107,8 +113,6 @@ def _loaded(
     if next(iter(keys.values()), "").startswith(empty):
         return zeros_like(x)
     if isinstance(x, ByParameter):
-        for path, kind in x.kinds().items():
-            _check(keys[path], kept[keys[path]], *kind)
         return x.with_values({path: kept[name] for path, name in keys.items()})
     return _like(x, keys[""], kept.get(keys[""]))
 

@@ -10,8 +10,9 @@ Source: Ren et al., arXiv 2101.06840, section 4 (the update on the host); Fang e
 2108.05818 (chunks).
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, Literal
 
@@ -20,11 +21,7 @@ from torch import Tensor
 
 from shardlib._compat import backward_now
 from shardlib.errors import ShardError, Unsupported
-from shardlib.optim.buckets import (
-    Bucket,
-    Index,
-    pytree_node,
-)
+from shardlib.optim.buckets import Bucket, Index, pytree_node
 from shardlib.optim.chunk_cache import ChunkCache, Movers, TieredRoom, copied
 from shardlib.optim.stage3 import (
     BucketReading,
@@ -33,8 +30,10 @@ from shardlib.optim.stage3 import (
     Reading,
 )
 from shardlib.tensor import Facts, ShardedTensor
+from shardlib.tensor.place import Place
 from shardlib.tiers.ledger import Ledger
 from shardlib.tiers.mover import Mover
+from shardlib.tiers.rows import TierRow
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,8 +43,12 @@ class Tiers:
     ``device``  bytes for parameters, gathered buckets and gradients; what autograd saves and a
                 block's gradients, until they are in their bucket, are not counted.
     ``host``    bytes for parameters, gradients and optimizer state.
+    ``disk``    a directory for the parameters and the state that ``host`` does not hold.
+    ``durable`` all of them are on the disk too, as of the last completed step.
+    ``resume``  take up the durable run that is in ``disk``, if one is.
     ``update``  "host": a thread updates chunks in host memory while the next forward runs.
-    ``depth``   how many uses early a block is loaded, where there are bytes.
+    ``depth``   how many uses early a block is loaded, where there are bytes; None: as measured in
+                the first steps, of links and computation.
     ``rate``    bytes a second to which each direction is held on a CPU, in place of a link.
 
     Sizes are numbers or texts such as "8GB"; None: any number.  Transforms with the same ``Tiers``
@@ -57,8 +60,11 @@ class Tiers:
 
     device: float | str | None = None
     host: float | str | None = None
+    disk: str | os.PathLike[str] | None = None
+    durable: bool = False
+    resume: bool = False
     update: Literal["host"] = "host"
-    depth: int = 2
+    depth: int | None = None
     rate: float | None = None
 
     def __post_init__(self) -> None:
@@ -69,7 +75,13 @@ class Tiers:
                 op="tiers",
                 fix='sl.optim.Tiers(device="8GB", update="host")',
             )
-        if type(self.depth) is not int or self.depth < 0:
+        if (self.resume and not self.durable) or (self.durable and self.disk is None):
+            raise ShardError(
+                "what is taken up is a durable run, and it lies on a disk",
+                op="tiers",
+                fix="sl.optim.Tiers(disk=path, durable=True, resume=True)",
+            )
+        if self.depth is not None and (type(self.depth) is not int or self.depth < 0):
             raise ShardError(
                 f"depth={self.depth!r} is no number of uses",
                 op="tiers",
@@ -79,7 +91,8 @@ class Tiers:
     @cached_property
     def ledger(self) -> Ledger:
         """The bytes that each tier holds."""
-        return Ledger(device=self.device, host=self.host)
+        more = {} if self.disk is None else {"disk": None}
+        return Ledger(device=self.device, host=self.host, **more)
 
     @cached_property
     def _movers(self) -> dict[torch.device, Movers]:
@@ -99,12 +112,38 @@ class RowRead:
 
     __slots__ = ("cache", "name", "row")
 
-    def __init__(self, cache: ChunkCache, name: str, row: Tensor) -> None:
+    def __init__(self, cache: ChunkCache, name: str, row: TierRow) -> None:
         self.cache, self.name, self.row = cache, name, row
 
     def __call__(self) -> Tensor:
         self.cache.wait(self.cache.chunk_of[self.name])
-        return self.row
+        return self.cache.store.value(self.row)
+
+    def fill(self, value: Tensor) -> None:
+        """Replace the row's bytes."""
+        self.cache.wait(self.cache.chunk_of[self.name])
+        self.cache.store.fill(self.row, value)
+
+    @property
+    def since(self) -> Callable[[], Callable[[], None]] | None:
+        """Return a check that no step was made since, where rows are read from a disk when asked for."""
+        if self.cache.store.disk is None:
+            return None
+        return self._checked
+
+    def _checked(self) -> Callable[[], None]:
+        cache, steps = self.cache, self.cache.steps
+
+        def check() -> None:
+            if cache.steps != steps:
+                raise ShardError(
+                    "these values lie on a disk, and a step has changed them since state_dict",
+                    op="tiers",
+                    mesh=cache.mesh,
+                    fix="kept = sl.optim.state_dict(state)",
+                )
+
+        return check
 
     def leaf(self) -> Tensor:
         """Return what stands for the row in a graph: its shape, on the device, without memory."""
@@ -123,37 +162,44 @@ class TieredParts(Parts):
         room: Any = self.index.room
         return room.cache
 
+    def gradient_row(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return host memory for a gradient, which the ledger has while a tensor refers to it."""
+        return self.cache.gradients.take(shape, dtype)
+
     def _new_reading(self) -> Reading:
         return TieredReading(self)
 
-    def with_values(self, values: Mapping[str, Tensor]) -> "TieredParts":
-        """Return a copy with the numbers of each path replaced."""
-        new = Parts(self, self.index, self.mesh).with_values(values)
-        index = replace(self.index)
-        cache = self.cache.like(index)
-        for name, x in new.items():
-            cache.keep(name, x.raw.detach())
-        return parts_in(cache, index, {n: x.requires_grad for n, x in self.items()})
+    @property
+    def generation(self) -> int:
+        """The number of completed steps of a durable run, when the last one is on the disk."""
+        return self.cache.store.wait()
 
 
 def parts_in(cache: ChunkCache, index: Index, asks: Mapping[str, bool]) -> TieredParts:
     """Return the parameters whose rows a cache has."""
     index.__dict__["room"] = TieredRoom(cache)
-    values = {b.name: valued(cache, b, asks[b.name]) for b in index}
+    rows = ((b, cache.rows[b.name]) for b in index)
+    values = {
+        b.name: valued(cache, b.name, row, b.place(cache.mesh), asks[b.name]) for b, row in rows
+    }
     return TieredParts(values, index, cache.mesh)
 
 
-def valued(cache: ChunkCache, bucket: Bucket, asks: bool) -> ShardedTensor:
-    """Return a parameter's row as a value that is read when no update of it is under way."""
-    row = cache.rows[bucket.name]
-    facts = Facts(RowRead(cache, bucket.name, row), grad=asks)
-    return ShardedTensor.when_read(bucket.place(cache.mesh), row.dtype, row.device, facts)
+def valued(
+    cache: ChunkCache, name: str, row: TierRow, place: Place, asks: bool = False
+) -> ShardedTensor:
+    """Return a row of a bucket as a value that is read when no update of it is under way."""
+    facts = Facts(RowRead(cache, name, row), grad=asks)
+    device = torch.device("cpu")
+    if row.memory is not None:
+        device = row.memory.device
+    return ShardedTensor.when_read(place, row.dtype, device, facts)
 
 
-def row_of(x: ShardedTensor) -> Tensor:
-    """Return the block of a value without waiting for an update of it."""
+def row_of(x: ShardedTensor) -> TierRow | None:
+    """Return the row that a value is read from; None for other values."""
     read = x.facts and x.facts.read
-    return read.row if isinstance(read, RowRead) else x.raw
+    return read.row if isinstance(read, RowRead) else None
 
 
 # ---------------------------------------------------------------- reading
@@ -195,6 +241,10 @@ class TieredGradient(Gradient):
         finish: Any = super().post()
         if finish is None:
             return None
+        if not self.bucket.hops:
+            # nothing is summed: it is sent while the next block's is made
+            self.room.flying.remove(finish)
+            finish()
 
         def arrived() -> Tensor:
             ticket, row = finish()

@@ -5,9 +5,12 @@ posts the others; a norm of all gradients is computed before.  Any other transfo
 rows at once.  ``value_and_step`` updates a chunk when backward has its gradient.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -15,20 +18,24 @@ import optree
 import torch
 from torch import Tensor
 
-from shardlib.collectives import holds_values
-from shardlib.errors import ShardError
-from shardlib.mesh import Mesh, within
+from shardlib.collectives import holds_values, spans_processes, storage_shape
+from shardlib.errors import ShardError, Unsupported
+from shardlib.mesh import Mesh, rank_along, within
 from shardlib.optim.buckets import Bucket, Buckets, Index, Memory, State, Tree, parts_of
-from shardlib.optim.chunk_cache import ChunkCache
+from shardlib.optim.chunk_cache import ChunkCache, part_bytes
 from shardlib.optim.index import ZeroSettings
 from shardlib.optim.norms import global_norm, run_measured
 from shardlib.optim.precision import with_master
 from shardlib.optim.stage3 import Parts, SplitParameters, matched, trained
-from shardlib.optim.tiered import RowRead, TieredParts, Tiers, parts_in, row_of
+from shardlib.optim.tiered import TieredParts, Tiers, parts_in, row_of, valued
 from shardlib.optim.transform import Step
-from shardlib.tensor import Facts, ShardedTensor
+from shardlib.tensor import ShardedTensor
 from shardlib.tiers.buffers import host_memory
 from shardlib.tiers.mover import Ticket
+from shardlib.tiers.rows import RowSize, TierRow
+
+GROUP = 1 << 20
+"""Bytes of parameters below which Python takes longer than the update itself."""
 
 
 class HostMemory(Memory):
@@ -70,13 +77,15 @@ class _ChunkNorms(dict[Any, Any]):
 
     def __init__(self, every: GlobalNorms, grads: Buckets) -> None:
         super().__init__()
-        self.every, self.ids = every, tuple(map(id, grads.values()))
+        # in the order of the index, as a norm of them all takes them
+        self.every, self.ids = every, tuple(map(id, grads.tree_flatten()[0]))
 
     def __contains__(self, key: object) -> bool:
         p, *ids = key  # type: ignore[misc]
         if tuple(ids) == self.ids:
             self[key] = (), self.every.of(p)
         elif not super().__contains__(key):
+            assert self.every.grads is None, "a chunk's norm in place of all gradients'"
             self.every.strange = True
         return super().__contains__(key)
 
@@ -91,8 +100,17 @@ class TieredParameters(SplitParameters):
         # structure of a state -> whether chunks are updated one by one
         self.split: dict[Any, bool] = {}
 
+    def alone(self) -> None:
+        """Refuse to be wrapped where steps are kept on a disk, and what wraps it is not."""
+        if self.tiers.durable:
+            raise Unsupported(
+                "a durable run keeps the state of the transform that is in zero, and not of one around",
+                op="tiers",
+                fix='sl.optim.zero(sl.optim.skip_nonfinite(tx), "data", stage=3, tiers=tiers)',
+            )
+
     def shard(self, params: Tree) -> Parts:
-        """Keep only this rank's parts of the parameters, in host memory."""
+        """Keep only this rank's parts of the parameters, in host memory and on the disk."""
         if isinstance(params, Parts):
             return params
         found, asks = self.placed(params)
@@ -101,71 +119,154 @@ class TieredParameters(SplitParameters):
             index, found.mesh, self.tiers.ledger, self.tiers.movers(found.raws[0].device), self.tiers.depth,
             found.raws[0].device,
         )  # fmt: skip
+        if self.tiers.disk is not None and holds_values(found.mesh):
+            self._open_disk(cache, index, asks)
         for bucket in index:
             # one at a time: the parts of all of them may not fit in the device
             (part,) = parts_of(found.leaves, index.subset((bucket.name,)), found.mesh).values()
-            cache.keep(bucket.name, part.raw)
+            cache.rows[bucket.name] = cache.store.make(bucket.name, part.raw, "parameters")
         return parts_in(cache, index, asks)
 
+    def _open_disk(self, cache: ChunkCache, index: Index, asks: Mapping[str, bool]) -> None:
+        """Find the rows of parameters and state on paper, and open the disk for them."""
+        rows = dict[str, RowSize]()
+        # in the order in which they are used: the first ones are held by the host
+        order = {c: i for i, c in enumerate(reversed(cache.chunks))}
+        for b in sorted(index, key=lambda b: order[cache.chunk_of[b.name]]):
+            rows[b.name] = RowSize(cache.chunk_of[b.name], "parameters", part_bytes(b))
+        mine = trained(_paper(cache, index, asks))
+        leaves, tree = self._begun(cache, mine, lambda i, x: x)
+        for name in list(rows):
+            for i, x in enumerate(leaves):
+                if _is_buckets(x) and name in x:
+                    nbytes = x[name].raw.nbytes // cache.shares
+                    rows[f"{name} {i}"] = RowSize(cache.chunk_of[name], "state", nbytes)
+        gradients = Counter[str]()
+        for name in mine:
+            gradients[cache.chunk_of[name]] += rows[name].nbytes
+        if self.tiers.durable and any(isinstance(x, Tensor) for x in leaves):
+            raise Unsupported(
+                "this transform's state has tensors that lie in no bucket, and no row",
+                op="tiers",
+                fix="sl.optim.Tiers(disk=path, durable=False)",
+            )
+        run = {"mesh": dict(cache.mesh.axes), "axes": self.how.axes, "state": str(tree)[:1000]}
+        how: dict[str, Any] = {"resume": self.tiers.resume, "run": run}
+        if spans_processes(cache.mesh):
+            coord, sizes = cache.mesh.coord or {}, cache.mesh.axes
+            how |= {"rank": rank_along(sizes, coord, sizes), "ranks": math.prod(sizes.values())}
+        path: Any = self.tiers.disk
+        cache.store.open(rows, gradients, os.fspath(path), self.tiers.durable, how)
+
     def init(self, params: Tree) -> State:
-        """Initialise the state of the trained parts, chunk by chunk if the transform takes one."""
+        """Initialise the state of the trained parts, chunk by chunk if the transform takes one.
+
+        Of a durable run that is taken up it is the state of the last completed step.
+        """
         if isinstance(params, Parts) and not holds_values(params.mesh):
             # on paper nothing is in a tier
             return super().init(params)
         mine, cache = _plain(trained(params)), _cache_of(params)
+        keep = partial(_rows, cache)
+        if cache.store.notes is None:
+            leaves, tree = self._begun(cache, mine, keep)
+            return optree.tree_unflatten(tree, leaves)
+        paper = _paper(cache, mine.index, dict.fromkeys(mine, True))
+        leaves, tree = self._begun(cache, paper, keep)
+        numbers = iter(cache.store.notes)
+        leaves = [x if _is_buckets(x) else next(numbers) for x in leaves]
+        return optree.tree_unflatten(tree, leaves)
+
+    def _begun(
+        self, cache: ChunkCache, mine: Buckets, keep: Callable[[int, Buckets], Buckets]
+    ) -> tuple[list[Any], Any]:
+        """Initialise the state; return its leaves, of which ``keep`` makes rows, and structure."""
+
+        def begun(names: tuple[str, ...]) -> tuple[list[Any], Any]:
+            state = self.inner.init(_stored(mine, names, lambda x: x.raw))
+            leaves, tree = optree.tree_flatten(state, is_leaf=_is_buckets, none_is_leaf=True)
+            return [keep(i, x) if _is_buckets(x) else x for i, x in enumerate(leaves)], tree
+
         chunks = _by_chunk(cache, mine)
         try:
-            parts = [self._begun(cache, _stored(mine, names)) for names in chunks]
+            parts = list(map(begun, chunks))
         except ShardError:
             # it needs them all, or refuses them
             parts = []
         if len({tree for _, tree in parts}) != 1:
-            parts = [self._begun(cache, _stored(mine, tuple(mine)))]
+            parts = [begun(tuple(mine))]
         leaves, tree = parts[0]
         rows = zip(*(some for some, _ in parts), strict=True)
-        whole = [
+        return [
             _joined(row, mine) if _is_buckets(x) else x for x, row in zip(leaves, rows, strict=True)
-        ]
-        return optree.tree_unflatten(tree, whole)
-
-    def _begun(self, cache: ChunkCache, some: Buckets) -> tuple[list[Any], Any]:
-        """Initialise the state of some buckets in host memory; return its leaves and structure."""
-        leaves, tree = optree.tree_flatten(
-            self.inner.init(some), is_leaf=_is_buckets, none_is_leaf=True
-        )
-        return [_rows(cache, x) if _is_buckets(x) else x for x in leaves], tree
+        ], tree
 
     def donate(self, grads: Tree, state: State, params: Tree, step: Step) -> State:
         """Update the first chunk, and post the updates of the others."""
         self.how.check_state(state)
         mine, given = map(_plain, matched(params, grads, state))
         cache = _cache_of(params)
-        for chunk in cache.chunks:
-            cache.wait(chunk)
+        _settle(cache)
         chunks = _by_chunk(cache, mine)
         if not self._splits(cache, state, mine):
-            after = run_measured(self.inner, given, state, mine, step)
+            after = self._update_all(cache, given, state, mine, step)
             cache.end_step({cache.chunk_of[names[0]]: None for names in chunks})
+            _commit(cache, after)
             return after
         norms = GlobalNorms(given)
         begun = replace(step)
         first, *rest = _in_order(cache, chunks)
-        after = self._update(norms, _taken(first, given, state, mine), step)
+        after = self._update(cache, norms, _taken(first, given, state, mine), step)
         # taken now: the values are given up when the step returns
         if step.skipped:
             rest = []
-        jobs = [(n, _taken(n, given, state, mine)) for n in rest]
+        jobs = [(n, _taken(n, given, state, mine)) for n in _grouped(cache, rest)]
         tickets: dict[str, Ticket | None] = {cache.chunk_of[first[0]]: None}
         for names, trees in jobs:
-            job = partial(self._update, norms, trees, replace(begun))
-            tickets[cache.chunk_of[names[0]]] = cache.movers.updates.submit(job)
+            ticket = self._post(cache, norms, trees, replace(begun))
+            tickets.update((cache.chunk_of[n], ticket) for n in names)
         cache.end_step(tickets)
-        return _merged(after, state)
+        merged = _picked(after, state)
+        _commit(cache, merged, tickets.values())
+        return merged
 
-    def _update(self, norms: GlobalNorms, trees: tuple[Any, Any, Any], step: Step) -> State:
-        """Update one chunk in place; return its state."""
-        with within(norms=_ChunkNorms(norms, trees[0])):
-            return run_measured(self.inner, *trees, step)
+    def _post(
+        self, cache: ChunkCache, norms: GlobalNorms, trees: Any, step: Step, after: Sequence[Ticket] = ()
+    ) -> Ticket:  # fmt: skip
+        """Post the update of a chunk."""
+        rows = _rows_of(trees)
+        cache.store.due.append(rows)
+        job = partial(self._update, cache, norms, trees, step, rows)
+        return cache.movers.updates.submit(job, after=after)
+
+    def _update(
+        self, cache: ChunkCache, norms: GlobalNorms, trees: Any, step: Step, rows: Any = None
+    ) -> Any:
+        """Update one chunk in place; return its state, with the number of each buckets in its place."""
+        with cache.store.changing(rows or _rows_of(trees)) as memory:
+            given, state, mine = _opened(trees, memory)
+            with within(norms=_ChunkNorms(norms, given)):
+                after = run_measured(self.inner, given, state, mine, step)
+            return _numbered(after, state)
+
+    def _update_all(
+        self, cache: ChunkCache, given: Buckets, state: State, mine: Buckets, step: Step
+    ) -> State:
+        """Update all chunks together, where that is not the same as one by one."""
+        if cache.store.away:
+            raise Unsupported(
+                "this transform needs all blocks at once, and some lie on the disk",
+                op="tiers",
+                fix="sl.optim.Tiers(host=None)",
+            )
+        trees = _taken(tuple(mine), given, state, mine)
+        with cache.store.changing(_rows_of(trees)) as memory:
+            given, old, mine = _opened(trees, memory)
+            after = run_measured(self.inner, given, old, mine, step)
+            found = _numbered(after, old)
+        if found is None:
+            return after
+        return _picked(found, state)
 
     def _splits(self, cache: ChunkCache, state: State, params: Buckets) -> bool:
         """Return whether chunks may be updated one by one: found out once, on copies of each."""
@@ -176,23 +277,25 @@ class TieredParameters(SplitParameters):
             return False
         if tree not in self.split:
             self.split[tree] = all(
-                self._stands_alone(_taken(names, params, state, params, copy=True))
+                self._stands_alone(cache, names, params, state)
                 for names in _by_chunk(cache, params)
             )
         return self.split[tree]
 
-    def _stands_alone(self, trees: tuple[Any, Any, Any]) -> bool:
+    def _stands_alone(
+        self, cache: ChunkCache, names: tuple[str, ...], params: Buckets, state: State
+    ) -> bool:
         """Return whether a chunk is updated alone, as copies of it are by gradients of zero."""
-        grads, state, _ = trees
-        for g in grads.values():
+        trees = tuple(_stored(t, names, _copied) for t in (params, state, params))
+        for g in trees[0].values():
             g.raw.zero_()
         norms = GlobalNorms(None)
         try:
-            after = self._update(norms, trees, Step())
+            after = self._update(cache, norms, trees, Step())
         except ShardError:
             # it needs them all
             return False
-        return not norms.strange and _merged(after, state) is not None
+        return not norms.strange and after is not None
 
     def eager(self, params: Tree, state: State, step: Step) -> "Any":
         """Return a context in which backward updates chunks, or None if it needs all gradients."""
@@ -210,8 +313,7 @@ def _eager(
     by: TieredParameters, cache: ChunkCache, state: State, params: Buckets, step: Step
 ) -> Iterator[Callable[[], State]]:
     """Update each chunk when its gradients are in host memory; yield a function for the new state."""
-    for chunk in cache.chunks:
-        cache.wait(chunk)
+    _settle(cache)
     missing = {cache.chunk_of[names[0]]: set(names) for names in _by_chunk(cache, params)}
     came: dict[str, tuple[Ticket, Tensor]] = {}
     tickets: dict[str, Ticket] = {}
@@ -225,13 +327,15 @@ def _eager(
             Buckets(grads, params.index.subset(names), params.mesh),
             *_taken(names, state, params),
         )
-        # the first one fills it in
-        job = partial(by._update, norms, trees, replace(step) if tickets else step)
         after = [ticket for ticket, _ in given.values()]
         # at most two chunks' gradients wait for their update
         for old in list(tickets.values())[:-1]:
             old.on_host()
-        tickets[chunk] = cache.movers.updates.submit(job, after=after)
+        # the first one fills it in
+        filled = step
+        if tickets:
+            filled = replace(step)
+        tickets[chunk] = by._post(cache, norms, trees, filled, after)
 
     def arrived(name: str, ticket: Ticket, row: Tensor) -> None:
         chunk = cache.chunk_of[name]
@@ -244,11 +348,13 @@ def _eager(
     def after() -> State:
         # what the loss does not depend on has a gradient of zero
         for name in [n for some in missing.values() for n in some]:
-            row = cache.gradients.take(row_of(params[name]).shape, params[name].dtype).zero_()
+            row = cache.gradients.take(cache.rows[name].shape, params[name].dtype).zero_()
             arrived(name, cache.movers.gradients.submit(lambda: None), row)
         first = next(iter(tickets.values())).on_host()
         cache.end_step(tickets)
-        return _merged(first, state)
+        merged = _picked(first, state)
+        _commit(cache, merged, tickets.values())
+        return merged
 
     cache.eager = arrived
     try:
@@ -293,37 +399,95 @@ def _in_order(cache: ChunkCache, chunks: list[tuple[str, ...]]) -> list[tuple[st
     return sorted(chunks, key=lambda names: order[cache.chunk_of[names[0]]])
 
 
-def _stored(tree: Tree, names: tuple[str, ...], copy: bool = False) -> Any:
-    """Return a tree with the buckets of these names alone, without waiting for their updates."""
+def _grouped(cache: ChunkCache, chunks: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Join chunks to groups of GROUP bytes at least, each of which one job updates."""
+    if cache.store.away:
+        # rows of one chunk at a time are read to host memory
+        return chunks
+    found: list[tuple[str, ...]] = []
+    size = GROUP
+    for names in chunks:
+        if size >= GROUP:
+            found.append(())
+            size = 0
+        found[-1] += names
+        size += cache.sizes[cache.chunk_of[names[0]]]
+    return found
 
+
+def _stored(tree: Tree, names: tuple[str, ...], raw: Callable[[ShardedTensor], Tensor]) -> Any:
+    """Return a tree with the buckets of these names alone, of values with other blocks."""
+    return _with(tree, names, lambda x: ShardedTensor(raw(x).detach(), x.place))
+
+
+def _with(tree: Tree, names: Any, value: Callable[[ShardedTensor], ShardedTensor]) -> Any:
     def one(x: Any) -> Any:
         if not isinstance(x, Buckets):
             return x
-        raws = {n: row_of(x[n]).detach() for n in names if n in x}
-        values = {n: ShardedTensor(_copied(r) if copy else r, x[n].place) for n, r in raws.items()}
-        return Buckets(values, x.index.subset(tuple(raws)), x.mesh)
+        found = {n: value(x[n]) for n in names or x if n in x}
+        return Buckets(found, x.index.subset(tuple(found)), x.mesh)
 
     return optree.tree_map(one, tree, is_leaf=_is_buckets, none_is_leaf=True)
 
 
-def _copied(row: Tensor) -> Tensor:
+def _copied(x: ShardedTensor) -> Tensor:
     """Return a copy in host memory, which is not the device's where a CPU is both."""
+    row = x.raw
     return host_memory(row.numel(), row.dtype, row.device)[0].view(row.shape).copy_(row)
 
 
-def _taken(names: tuple[str, ...], *trees: Tree, copy: bool = False) -> Any:
-    """Return trees with the buckets of these names alone."""
-    return tuple(_stored(t, names, copy) for t in trees)
+def _taken(names: tuple[str, ...], *trees: Tree) -> Any:
+    """Return trees with the buckets of these names alone, which outlive those that are given up."""
+    return tuple(_with(t, names, lambda x: x.at(x.place)) for t in trees)
 
 
-def _rows(cache: ChunkCache, some: Buckets) -> Buckets:
-    """Copy buckets of a state to host memory."""
+def _rows_of(trees: Tree) -> list[TierRow]:
+    """List the rows that values are read from."""
+    return [row for x in _buckets_in(trees) for v in x.values() if (row := row_of(v)) is not None]
+
+
+def _opened(trees: Any, memory: Mapping[TierRow, Tensor]) -> Any:
+    """Return trees whose rows are in memory."""
+
+    def raw(x: ShardedTensor) -> Tensor:
+        row = row_of(x)
+        if row is None:
+            return x.raw
+        return memory[row]
+
+    return tuple(_stored(t, (), raw) for t in trees)
+
+
+def _paper(cache: ChunkCache, index: Index, asks: Mapping[str, bool]) -> Buckets:
+    """Return parts without memory."""
+    values = {}
+    for b in index:
+        raw = cache.standing[b.name].to("meta").new_empty(storage_shape(cache.mesh, b.part_length))
+        values[b.name] = ShardedTensor(raw.requires_grad_(asks[b.name]), b.place(cache.mesh))
+    return Buckets(values, index, cache.mesh)
+
+
+def _rows(cache: ChunkCache, i: int, some: Buckets) -> Buckets:
+    """Make rows of buckets of a state, its leaf number ``i``."""
     out = {}
     for name, x in some.items():
-        row = cache.row(x.raw.detach(), "state")
-        facts = Facts(RowRead(cache, name, row))
-        out[name] = ShardedTensor.when_read(x.place, row.dtype, row.device, facts)
+        row = cache.store.make(f"{name} {i}", x.raw.detach(), "state")
+        out[name] = valued(cache, name, row, x.place)
     return Buckets(out, some.index, some.mesh)
+
+
+def _settle(cache: ChunkCache) -> None:
+    """Wait for the last step."""
+    for chunk in cache.chunks:
+        cache.wait(chunk)
+    cache.store.wait()
+
+
+def _commit(cache: ChunkCache, state: State, tickets: Iterable[Ticket | None] = ()) -> None:
+    """Post the commit of a step whose updates are posted."""
+    leaves = optree.tree_leaves(state, is_leaf=_is_buckets, none_is_leaf=True)
+    notes = [x for x in leaves if not _is_buckets(x)]
+    cache.store.commit(notes, cache.movers.updates, [t for t in tickets if t is not None])
 
 
 def _joined(parts: Sequence[Buckets], mine: Buckets) -> Buckets:
@@ -342,23 +506,42 @@ def _plain(some: Buckets) -> Buckets:
     return Buckets(some, some.index, some.mesh)
 
 
-def _merged(after: State, before: State) -> Any:
-    """Return the whole state of which ``after`` is one chunk's; None if it has other memory.
+@dataclass(frozen=True)
+class _Nth:
+    """The buckets of a state with this number."""
 
-    ``before``  the whole state, or that chunk's, whose buckets the update overwrote.
+    number: int
+
+
+def _buckets_in(tree: Tree) -> list[Buckets]:
+    return [x for x in optree.tree_leaves(tree, is_leaf=_is_buckets) if _is_buckets(x)]
+
+
+def _numbered(after: State, before: State) -> Any:
+    """Return a state with the number of its buckets in their place; None if it has other memory.
+
+    ``before``  the state whose buckets the update overwrote.
     """
     new, tree = optree.tree_flatten(after, is_leaf=_is_buckets, none_is_leaf=True)
-    old = [x for x in optree.tree_leaves(before, is_leaf=_is_buckets) if _is_buckets(x)]
-    places = {row_of(v).data_ptr(): x for x in old for v in x.values()}
-    whole = []
+    rows = enumerate(_buckets_in(before))
+    places = {v.raw.data_ptr(): i for i, x in rows for v in x.values()}
+    numbers: list[Any] = []
     for x in new:
         if not _is_buckets(x):
-            whole.append(x)
+            numbers.append(x)
             continue
-        found = {
-            id(y): y for v in x.values() if (y := places.get(row_of(v).data_ptr())) is not None
-        }
-        if len(found) != 1:
+        found = {places.get(v.raw.data_ptr(), -1) for v in x.values()}
+        if len(found) != 1 or -1 in found:
             return None
-        whole += found.values()
-    return optree.tree_unflatten(tree, whole)
+        numbers.append(_Nth(found.pop()))
+    return optree.tree_unflatten(tree, numbers)
+
+
+def _picked(numbered: Any, state: State) -> Any:
+    """Return the state of which the update of one chunk was numbered."""
+    every = _buckets_in(state)
+
+    def one(x: Any) -> Any:
+        return every[x.number] if isinstance(x, _Nth) else x
+
+    return optree.tree_map(one, numbered, none_is_leaf=True)

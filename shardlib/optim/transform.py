@@ -177,7 +177,13 @@ def stateless(f: Callable[[Tree], Tree], trait: str = "elementwise") -> Transfor
 
 
 def handed_on(tx: Transform) -> dict[str, Any]:
-    """List the fields that a wrapping transform copies."""
+    """List the fields that a wrapping transform copies.
+
+    Raises: Unsupported for one whose steps outlive their process, and of a wrapping one none would.
+    """
+    alone = getattr(getattr(tx.shard, "__self__", None), "alone", None)
+    if alone is not None:
+        alone()
     return {"groups": tx.groups, "sink": tx.sink, "shard": tx.shard}
 
 

@@ -29,6 +29,7 @@ class Cluster:
     ``source``  origin of the links' figures.
     ``bandwidth``  bytes per second that a rank reads and writes in its memory, by which operators
                    of the stages of a pipeline are priced; infinite where it is not known.
+    ``host``       bytes per second to host memory, and from it, by which memory tiers are priced.
 
     >>> Cluster(memory=80e9, flops=4e14).node
     8
@@ -41,6 +42,7 @@ class Cluster:
     between: Link = field(default=Link(1e-5, 1 / 40e9))
     source: str = "as given"
     bandwidth: float = math.inf
+    host: float = 16e9
 
     def links(self, mesh: Mapping[str, int]) -> dict[str, Link]:
         """Return the link of each mesh axis; consecutive ranks of the last axis share a node."""
@@ -69,12 +71,20 @@ def _told(link: Link) -> tuple[str, str]:
 
 _SHEETS = "half of data sheets, nothing was measured"
 
-# data sheets' memory; half of the data sheets' operations, links and memory bandwidth
+# data sheets' memory; half of the data sheets' operations, links, memory bandwidth, and PCI Express
 CLUSTERS = {
-    "a100": Cluster(80e9, 156e12, 8, Link(5e-6, 1 / 150e9), Link(1e-5, 1 / 12.5e9), _SHEETS, 1e12),
-    "h100": Cluster(80e9, 495e12, 8, Link(5e-6, 1 / 225e9), Link(1e-5, 1 / 25e9), _SHEETS, 1.7e12),
-    "h200": Cluster(141e9, 495e12, 8, Link(5e-6, 1 / 225e9), Link(1e-5, 1 / 25e9), _SHEETS, 2.4e12),
-    "b200": Cluster(180e9, 1125e12, 8, Link(5e-6, 1 / 450e9), Link(1e-5, 1 / 25e9), _SHEETS, 4e12),
+    "a100": Cluster(
+        80e9, 156e12, 8, Link(5e-6, 1 / 150e9), Link(1e-5, 1 / 12.5e9), _SHEETS, 1e12, 16e9
+    ),
+    "h100": Cluster(
+        80e9, 495e12, 8, Link(5e-6, 1 / 225e9), Link(1e-5, 1 / 25e9), _SHEETS, 1.7e12, 32e9
+    ),
+    "h200": Cluster(
+        141e9, 495e12, 8, Link(5e-6, 1 / 225e9), Link(1e-5, 1 / 25e9), _SHEETS, 2.4e12, 32e9
+    ),
+    "b200": Cluster(
+        180e9, 1125e12, 8, Link(5e-6, 1 / 450e9), Link(1e-5, 1 / 25e9), _SHEETS, 4e12, 32e9
+    ),
 }
 
 

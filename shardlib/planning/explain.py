@@ -26,6 +26,7 @@ from shardlib.ops.matmul.prefetch import planned
 from shardlib.ops.registry import Match
 from shardlib.opspec import Args, Func, Kwargs
 from shardlib.optim.buckets import Buckets, Memory
+from shardlib.optim.chunk_cache import ChunkCache
 from shardlib.optim.sink import Sink
 from shardlib.optim.stage3 import Parts
 from shardlib.optim.tiered import TieredParts
@@ -35,9 +36,10 @@ from shardlib.planning.cluster import Cluster, cluster_of
 from shardlib.planning.constant_folding import Known
 from shardlib.planning.explanation import Explanation, PipelineExplanation, Row, TierUse
 from shardlib.planning.grids import lower_bound
-from shardlib.planning.work import Meter, StepWork
+from shardlib.planning.work import Meter, Rates, StepWork
 from shardlib.tensor import ShardedTensor, Together, raw_of, settle, typeof
 from shardlib.tiers.schedule import loads as scheduled_loads
+from shardlib.tiers.timeline import step_seconds
 
 T = TypeVar("T")
 Inputs = Tensor | Sequence[object] | Mapping[str, object]
@@ -52,6 +54,7 @@ def explain(
     mesh: MeshLike | Mapping[str, int] | None = None,
     backward: bool = True,
     tx: Transform | None = None,
+    cluster: str | Cluster = "h100",
 ) -> Explanation: ...
 @overload
 def explain(
@@ -86,8 +89,8 @@ def explain(
 
     ``microbatches``  of a module in stages, those of a step, in which ``inputs`` are cut; the result
                   has each stage's cost and the timeline of the schedule.
-    ``cluster``   the speed and the links by which the seconds of stages are priced, as
-                  ``sl.planning.plan`` takes it; links that ``sl.probe`` measured go before its own.
+    ``cluster``   the speed and the links by which the seconds of stages and of memory tiers are
+                  priced, as ``sl.planning.plan`` takes it; links that ``sl.probe`` measured go before its own.
     Raises: the errors of ``apply``, for example UnevenSplit at another size; Unsupported, with the
     submodule, where a module's own code raises on the meta device.
 
@@ -115,7 +118,9 @@ def explain(
     call = _Call(apply, params, called_with(inputs), make)
     with Paths() as paths:
         try:
-            return planned(call.rehearse, lambda: call.explain(backward, tx, paths))
+            return planned(
+                call.rehearse, lambda: call.explain(backward, tx, paths, cluster_of(cluster))
+            )
         except ShardError:
             raise
         except Exception as e:
@@ -181,7 +186,9 @@ class _Call(NamedTuple):
         with self.opened() as (_, _, run), torch.no_grad():
             run()
 
-    def explain(self, backward: bool, tx: Transform | None, paths: Paths) -> Explanation:
+    def explain(
+        self, backward: bool, tx: Transform | None, paths: Paths, cluster: Cluster
+    ) -> Explanation:
         with self.opened() as (paper, params, run), trace() as t:
             watch = CallRecorder(t, paper.size, backward, paths)
             trained = [x for x in _of(ShardedTensor, params) if x.raw.requires_grad]
@@ -206,22 +213,51 @@ class _Call(NamedTuple):
             watch.rows, dict(paper.axes), bytes_of(params), live.peak, state, saved, work=work
         )
         own = self.params
-        return _in_tiers(found, own) if isinstance(own, TieredParts) else found
+        return _in_tiers(found, own, cluster) if isinstance(own, TieredParts) else found
 
 
-def _in_tiers(found: Explanation, params: TieredParts) -> Explanation:
+def _in_tiers(found: Explanation, params: TieredParts, cluster: Cluster) -> Explanation:
     """Return the explanation of a step whose parameters and state are in host memory."""
     cache = params.cache
+    how = cache.uses, cache.sizes, cache.room, cache.depth
     room = min(cache.room, sum(cache.sizes.values()))
-    loads = scheduled_loads(cache.uses, cache.sizes, cache.room, cache.depth) or []
-    sent = sum(cache.sizes[c] for c in cache.uses.stale)
+    loads = scheduled_loads(*how) or []
+    loaded, sent = (sum(cache.sizes[c] for c in some) for some in (loads, cache.uses.stale))
     host = {"parameters": found.parameters, "gradients": sent, "state": found.state}
+    store, disk = cache.store, 0
+    for key, row in store.sizes.items():
+        host[row.kind] -= row.nbytes * (key in store.away)
+        disk += row.nbytes * (2 * store.durable or key in store.away)
+    if store.buffers:
+        host["buffers"] = store.buffers
+    rates = Rates(cluster.links(found.mesh), cluster.flops, cluster.bandwidth)
+    computing = rates.seconds(found.work)
     use = TierUse(
-        room, host, len(cache.sizes), len(loads), sum(cache.sizes[c] for c in loads), sent
-    )
+        room, host, len(cache.sizes), len(loads), loaded, sent, computing,
+        max(loaded, sent) / cluster.host,
+        step_seconds(*how, _by_use(cache, computing), cluster.host),
+        _largest(params, sum(host.values())), disk, *store.traffic(cache.uses.stale, loads),
+    )  # fmt: skip
     # on paper the gradients stayed on the device
     left = max(found.transient - sent, found.saved)
     return replace(found, parameters=room, transient=left, state=0, tiers=use)
+
+
+def _by_use(cache: ChunkCache, seconds: float) -> list[float]:
+    """Split the seconds of a step over its uses by bytes; backward, the last use, counts twice."""
+    order = cache.uses.order
+    last = {chunk: at for at, chunk in enumerate(order)}
+    shares = [cache.sizes[c] * (1 + (at == last[c])) for at, c in enumerate(order)]
+    return [seconds * share / sum(shares) for share in shares]
+
+
+def _largest(params: TieredParts, held: int) -> int | None:
+    """Count the parameters of the most such blocks whose rows the host's budget holds."""
+    budget, items = params.cache.ledger.budget["host"], params.index.items
+    if budget is None:
+        return None
+    numbers = {items[i].value: math.prod(items[i].whole) for i in params.index.where}
+    return sum(numbers.values()) * budget // held
 
 
 def _papers(tree: Any, paper: Mesh) -> Any:

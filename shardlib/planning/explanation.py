@@ -56,6 +56,10 @@ class TierUse:
     ``device``  bytes that parameters take there, beside ``transient``; ``host`` kind -> bytes.
     ``blocks``  the blocks of the module; ``loads`` how often one is loaded in a step.
     ``loaded``, ``sent``  bytes to the device and from it.
+    ``computing``, ``moving``  seconds of all products and transfers between ranks, and of the
+                busier of the two links; ``seconds`` those of a step, both beside one another.
+    ``largest`` parameters of the largest model of such blocks that the tiers hold; None: any.
+    ``disk``    bytes there; ``read``, ``written``  from it and to it in a step.
     """
 
     device: int
@@ -64,14 +68,29 @@ class TierUse:
     loads: int
     loaded: int
     sent: int
+    computing: float = 0.0
+    moving: float = 0.0
+    seconds: float = 0.0
+    largest: int | None = None
+    disk: int = 0
+    read: int = 0
+    written: int = 0
 
     def __str__(self) -> str:
         held = ", ".join(f"{kind} {size(n)}" for kind, n in self.host.items() if n)
-        return (
-            f"host        {size(sum(self.host.values()))}: {held}\n"
+        lines = [
+            f"host        {size(sum(self.host.values()))}: {held}",
             f"loads       {self.loads} of {self.blocks} blocks: {size(self.loaded)} to the device, "
-            f"{size(self.sent)} from it"
-        )
+            f"{size(self.sent)} from it",
+            f"time        {self.seconds:.3g} s: {self.computing:.3g} s of computing, "
+            f"{self.moving:.3g} s of the busier link",
+        ]
+        if self.disk:
+            moved = f"{size(self.read)} read, {size(self.written)} written"
+            lines.insert(0, f"disk        {size(self.disk)}: {moved}")
+        if self.largest is not None:
+            lines.append(f"largest     {self.largest:,} parameters in such blocks")
+        return "\n".join(lines)
 
 
 @dataclass

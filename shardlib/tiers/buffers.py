@@ -115,11 +115,14 @@ def _leave_all(ledger: Ledger, tier: str, kind: str, held: list[Tensor], shares:
         ledger.leave(tier, kind, t.nbytes // shares)
 
 
-def host_row(like: Tensor, ledger: Ledger, kind: str, device: torch.device, shares: int) -> Tensor:
+def host_row(
+    shape: Sequence[int], dtype: torch.dtype, ledger: Ledger, kind: str, device: torch.device, shares: int
+) -> Tensor:  # fmt: skip
     """Return an uninitialised tensor in host memory, in the ledger as long as its memory lives."""
-    nbytes = like.nbytes // shares
+    n = math.prod(shape)
+    nbytes = n * dtype.itemsize // shares
     ledger.enter("host", kind, nbytes)
-    row, owner = host_memory(like.numel(), like.dtype, device)
+    row, owner = host_memory(n, dtype, device)
     leave: Any = partial(ledger.leave, "host", kind, nbytes)
     weakref.finalize(owner, leave).atexit = False
-    return row.view(like.shape)
+    return row.view(tuple(shape))

@@ -440,6 +440,9 @@ class DiskRows:
     def _read(self, name: str, data: Tensor, copy: RowCopy, held: Tensor, line: str) -> None:
         with self._named(f"row {name!r} is not read", line):
             if copy.crc is None:
+                # its write failed, or the one before it
+                if self._error is not None:
+                    raise self._error
                 raise ValueError("it was never written")
             crc = 0
             for piece, page, at in self._pieces(name, data, copy, held):

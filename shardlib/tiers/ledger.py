@@ -6,6 +6,8 @@ budget raises.  Kinds are ``KINDS``.
 
 import threading
 from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
 
 from shardlib.capacity import bytes_in
 from shardlib.errors import BadArgument, ShardError
@@ -31,12 +33,23 @@ class Ledger:
         self.held = {tier: Counter[str]() for tier in budget}
         self.peaks = {tier: Counter[str]() for tier in budget}
         self.peak = dict.fromkeys(budget, 0)
+        # of the users of the device: each frees what it does not use now
+        self.idle: list[Callable[[], Callable[[int], object] | None]] = []
         self._lock = threading.Lock()
 
     def left(self, tier: str) -> int:
         """Return the bytes that may still be entered."""
         most = self.budget[tier]
         return 1 << 62 if most is None else most - self.held[tier].total()
+
+    def free(self, nbytes: int) -> None:
+        """Have the users of the device free what is idle, until it has so many bytes left."""
+        for user in list(self.idle):
+            spare = user()
+            if spare is None:
+                self.idle.remove(user)
+            elif nbytes > self.left("device"):
+                spare(nbytes)
 
     def enter(self, tier: str, kind: str, nbytes: int) -> None:
         """Enter bytes that are allocated next.  Raises: ShardError if they exceed the budget."""
@@ -69,9 +82,11 @@ class Ledger:
 def _bytes(tier: str, most: float | str | None) -> int | None:
     if most is None:
         return None
-    fix = f'sl.optim.Tiers({tier}="8GB")'
-    number = isinstance(most, int | float | str) and not isinstance(most, bool)
-    found = bytes_in(most, "tiers", fix) if number else 0
+    found = 0.0
+    if isinstance(most, int | float | str) and not isinstance(most, bool):
+        with suppress(BadArgument):
+            found = bytes_in(most)
     if not 1 <= found < 1 << 62:
+        fix = f'sl.optim.Tiers({tier}="8GB")'
         raise BadArgument(f"{tier}={most!r} is no number of bytes", op="tiers", fix=fix)
     return int(found)

@@ -16,13 +16,17 @@ from typing import Any
 
 import torch
 
+from shardlib.collectives import Moment
 from shardlib.errors import user_line
+
+SMALL = 1 << 16
+"""Bytes that are copied at once, by the caller, where no job is before them."""
 
 
 class Ticket:
-    """A job that was given to a mover."""
+    """A job that was given to a mover; ``span``: when it began and ended, on a link or a stream."""
 
-    __slots__ = ("error", "event", "finished", "line", "result")
+    __slots__ = ("error", "event", "finished", "line", "result", "span")
 
     def __init__(self, line: str) -> None:
         self.finished = threading.Event()
@@ -30,6 +34,7 @@ class Ticket:
         self.event: torch.Event | None = None
         self.result: Any = None
         self.line = line
+        self.span: tuple[Any, Any] | None = None
 
     def wait(self) -> Any:
         """Return the job's result; on an accelerator the current stream waits for it.
@@ -64,7 +69,9 @@ class Mover:
     """
 
     def __init__(self, name: str, device: torch.device, rate: float | None = None) -> None:
-        self.name, self.moved = name, 0
+        self.name, self.moved, self.rate = name, 0, rate
+        # of the last job; its ticket would keep memory alive
+        self.last: threading.Event | None = None
         self.stream: Any = None
         if device.type != "cpu":
             with suppress(RuntimeError):
@@ -81,12 +88,20 @@ class Mover:
         self, job: Callable[[], Any], nbytes: int = 0, after: Sequence[Ticket] = ()
     ) -> Ticket:
         """Run a job after all those before it, and after those of other movers in ``after``."""
-        ticket, before = Ticket(user_line()), None
+        ticket = Ticket(user_line())
         self.moved += nbytes
+        if 0 < nbytes <= SMALL and self.stream is None and self.rate is None:
+            ended = self.last is None or self.last.is_set()
+            if ended and all(t.finished.is_set() and t.error is None for t in after):
+                # to wake a thread takes longer
+                ticket.result = job()
+                ticket.finished.set()
+                return ticket
+        self.last, begun = ticket.finished, None
         if self.stream is not None:
-            before = torch.Event(self.stream.device)
-            before.record(torch.accelerator.current_stream())
-        self.due.put((copy_context(), job, nbytes, tuple(after), before, ticket))
+            begun = torch.Event(self.stream.device)
+            begun.record(torch.accelerator.current_stream())
+        self.due.put((copy_context(), job, nbytes, tuple(after), begun, ticket))
         return ticket
 
 
@@ -94,11 +109,14 @@ def _serve(due: SimpleQueue[Any], stream: Any, rate: float | None) -> None:
     """Run jobs until None comes."""
     # when the link is free again
     free = 0.0
+    other: Any
+    arrived: Any
     while (item := due.get()) is not None:
         context, job, nbytes, after, before, ticket = item
         began = time.perf_counter()
         for other in after:
             other.finished.wait()
+        start: Any = time.perf_counter()
         if rate and nbytes:
             free = max(free, began, time.perf_counter()) + nbytes / rate
             time.sleep(max(free - time.perf_counter(), 0.0))
@@ -112,15 +130,20 @@ def _serve(due: SimpleQueue[Any], stream: Any, rate: float | None) -> None:
                     if stream is None:
                         arrived = other.on_host
                     arrived()
+                if stream is not None:
+                    start = Moment(stream.device)
                 ticket.result = context.run(job)
             except BaseException as error:
                 error.add_note(f"in a job of a memory tier, submitted at {ticket.line}")
                 ticket.error = error
+            end: Any = time.perf_counter()
             if stream is not None:
-                ticket.event = torch.Event(stream.device)
-                ticket.event.record(stream)
+                end = Moment(stream.device)
+                ticket.event = end.event
+            ticket.span = start, end
         # before it is known to have ended: a buffer that a job refers to is in use
         del item, context, job, after, before
+        other = arrived = None
         ticket.finished.set()
         del ticket
 

@@ -134,6 +134,27 @@ def moves(
     return found
 
 
+def repeated(
+    uses: Uses, sizes: Mapping[str, int], room: int, depth: int = 1
+) -> list[list[Move]] | None:
+    """List the moves at each use once steps repeat; None if the room is too small."""
+    held: set[str] = set()
+    found: list[list[Move]] = []
+    for _ in range(8):
+        begin, found = set(held), []
+        for at, now in enumerate(uses.order):
+            made = moves(uses, at, now, held, sizes, room, depth)
+            if made is None:
+                return None
+            found.append(made)
+            for kind, chunk in made:
+                (held.discard if kind == "drop" else held.add)(chunk)
+        held -= uses.stale
+        if held == begin:
+            break
+    return found
+
+
 def loads(uses: Uses, sizes: Mapping[str, int], room: int, depth: int = 1) -> list[str] | None:
     """List the chunks that a step loads once steps repeat; None if the room is too small.
 
@@ -141,21 +162,7 @@ def loads(uses: Uses, sizes: Mapping[str, int], room: int, depth: int = 1) -> li
     >>> len(loads(Uses("abcddcba"), sizes, 2)), len(loads(Uses("abcddcba", "abcd"), sizes, 2))
     (4, 6)
     """
-    held: set[str] = set()
-    found: list[str] = []
-    for _ in range(8):
-        begin, found = set(held), []
-        for at, now in enumerate(uses.order):
-            made = moves(uses, at, now, held, sizes, room, depth)
-            if made is None:
-                return None
-            for kind, chunk in made:
-                if kind == "drop":
-                    held.discard(chunk)
-                else:
-                    held.add(chunk)
-                    found.append(chunk)
-        held -= uses.stale
-        if held == begin:
-            break
-    return found
+    found = repeated(uses, sizes, room, depth)
+    if found is None:
+        return None
+    return [chunk for made in found for kind, chunk in made if kind == "load"]

@@ -137,6 +137,7 @@ dist.Backend.register_backend("pretend", _group, devices=["pretend"])
 DEVICE = torch.device("pretend", 0)
 host = _extension.host
 late = _extension.late
+allocated = _extension.allocated
 
 
 class _Default(DeviceContext):

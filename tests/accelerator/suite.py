@@ -32,6 +32,7 @@ QUICK = [
     "tests/accelerator/groups.py",
     "tests/accelerator/alike.py",
     "tests/accelerator/streams.py",
+    "tests/accelerator/tiers.py",
     "tests/ops/test_elementwise.py",
     "tests/ops/test_candidates.py",
 ]

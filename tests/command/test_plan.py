@@ -114,3 +114,25 @@ def test_a_plan_takes_seconds_and_less_than_a_gibibyte(tmp_path: Path) -> None:
     code, seconds, gibibytes = map(float, done.stdout.splitlines()[-1].split())
     assert code == 0 and "ran on paper" in done.stdout, done.stderr
     assert gibibytes < 1 and seconds < 40, (seconds, gibibytes)  # 10 on a quiet machine
+
+
+def test_a_file_with_tiers_is_planned_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    """What lies where, loads and seconds; code 4 where the host's budget does not hold it."""
+    file = str(ROOT / "examples" / "tiers.toml")
+    assert main(["plan", file, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    host = found["host"]
+    assert found["fits"] and host["state"] == 2 * host["parameters"] == 2 * host["gradients"]
+    # two more blocks are the embeddings and the head
+    assert found["loads"] == 18 and found["blocks"] == 10
+    assert found["seconds"] >= max(found["computing"], found["moving"])
+    assert main(["plan", file, "--set", "tiers.host=2MB"]) == 4
+    assert "the host may hold 1.91 MiB" in capsys.readouterr().out
+    assert main(["plan", file, "--set", "tiers.device=1KB"]) == 2
+    assert "the largest block needs" in capsys.readouterr().err
+
+
+def test_the_example_in_tiers_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = str(ROOT / "examples" / "tiers.toml")
+    how = ["--simulate", "--set", "steps=2", "--set", "model.layers=2", "--set", "data.batch=2"]
+    assert main(["train", file, *how]) == 0

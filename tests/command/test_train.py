@@ -18,9 +18,11 @@ import torch
 import shardlib as sl
 from examples.corpus import windows
 from shardlib.command.config import Config, ConfigError, read
+from shardlib.command.explain import explain_run
 from shardlib.command.from_config import module_of
 from shardlib.command.main import main
 from shardlib.command.train import Report, check, start, train
+from shardlib.errors import ShardError
 
 ROOT = Path(__file__).parent.parent.parent
 DEMO = ROOT / "examples" / "demo.toml"
@@ -426,6 +428,44 @@ EVAL = 'eval.text={"path" = "README.md", "context" = 16}'
 def test_errors_of_stages_name_their_table(tmp_path: Path, sets: list[str], said: str) -> None:
     with pytest.raises(ConfigError) as e:
         config = demo(tmp_path, *STAGED, *sets)
+        check(config)
+        start(config, simulated=True)
+    assert said in str(e.value)
+
+
+TIERS = (
+    'mesh={"data" = 2, "x" = 1, "y" = 1}',
+    'layout={"recipe" = "ddp"}',
+    'optimizer.zero={"axis" = "data", "stage" = 3}',
+)
+
+
+def test_a_file_with_tiers_trains_as_one_in_memory(tmp_path: Path) -> None:
+    """To the bit, and goes on from its checkpoint."""
+    want = start(demo(tmp_path / "a", *TIERS), simulated=True)
+    how = 'tiers={"device" = "200KB", "host" = "1MB", "depth" = 1}'
+    start(demo(tmp_path / "b", *TIERS, how, "steps=3"), simulated=True)
+    found = start(demo(tmp_path / "b", *TIERS, how), simulated=True)
+    assert found.first == 3 and losses(found) == losses(want)[3:]
+    said = explain_run(demo(tmp_path, *TIERS, how)).tiers
+    assert said is not None and said.host["state"] == 2 * said.host["parameters"]
+
+
+@pytest.mark.parametrize(
+    ("sets", "said"),
+    [
+        (['tiers={"devise" = "1MB"}'], "[tiers] devise: unknown key; did you mean 'device'"),
+        (['tiers={"device" = true}'], "[tiers] device: must be a number or text, not true"),
+        (['tiers={"depth" = -1}'], "[tiers] depth: depth=-1 is no number of uses"),
+        (['tiers={"device" = "8 bananas"}'], "[tiers] device: device='8 bananas' is no"),
+        (['tiers={"update" = "disk"}'], "[tiers] update: must be"),
+        (["tiers={}", "optimizer.zero.stage=2"], "[tiers]: blocks are loaded as stage 3"),
+        (['tiers={"device" = 1}'], "[tiers]: the largest block needs"),
+    ],
+)
+def test_errors_of_tiers_name_their_table(tmp_path: Path, sets: list[str], said: str) -> None:
+    with pytest.raises((ConfigError, ShardError)) as e:
+        config = demo(tmp_path, *TIERS, *sets)
         check(config)
         start(config, simulated=True)
     assert said in str(e.value)

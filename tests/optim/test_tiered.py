@@ -2,8 +2,10 @@
 
 import gc
 import os
+import signal
 import subprocess
 import sys
+import time
 from typing import Any
 
 import optree
@@ -199,12 +201,103 @@ def test_two_transforms_share_the_budgets_of_their_tiers() -> None:
         assert tiers.ledger.held["host"].total() == 0
 
 
+def alternating(tiers: Any, count: int = 3) -> list[float]:
+    """Losses of two models of 4 and 5 blocks, trained in turn."""
+    runs, losses = [], []
+    for i in range(2):
+        f, params = model(4 + i)
+        tx = o.zero(clipped(), "data", 3, tiers=tiers)
+        parts = tx.shard(params)
+        runs.append([f, tx, parts, tx.init(parts)])
+    for _ in range(count):
+        for run in runs:
+            f, tx, parts, state = run
+            loss, grads = sl.value_and_grad(f, into=tx)(parts)
+            run[2], run[3], _ = o.step(tx, parts, grads, state)
+            losses.append(loss.item())
+            del grads
+    return losses
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("more", [0, 2])
+def test_two_models_in_one_device_drop_each_others_chunks(mesh: Any, more: int) -> None:
+    """Bit-equal where the device holds the least that one of them needs, and a little more."""
+    with sl.simulate(**mesh):
+        budget = least(mesh) + more * block_bytes(mesh)
+        tiers = o.Tiers(device=budget)
+        assert alternating(tiers) == alternating(None)
+        assert tiers.ledger.peak["device"] <= budget
+        assert emptied(tiers.ledger)
+
+
+def emptied(ledger: Any, seconds: float = 20.0) -> bool:
+    """Whether nothing is held once the updates that were posted have ended."""
+    until = time.monotonic() + seconds
+    while any(held.total() for held in ledger.held.values()) and time.monotonic() < until:
+        gc.collect()
+        time.sleep(0.01)
+    return not any(held.total() for held in ledger.held.values())
+
+
+def twice(tiers: Any) -> list[float]:
+    """Losses of a model that its loss reads twice, with frozen parameters among the others."""
+    torch.manual_seed(0)
+    apply, params = sl.parallelize(Blocks(4), RULES, inputs={"x": "data ."})
+    for name, p in params.items():
+        p.requires_grad_("up.weight" not in name)
+    tx = o.zero(o.adamw(0.01), "data", 3, tiers=tiers)
+    parts = tx.shard(params)
+    state, losses = tx.init(parts), []
+    x = torch.randn(8, WIDE, generator=torch.Generator().manual_seed(1))
+    for _ in range(3):
+        vg = sl.value_and_grad(lambda p: apply(p, x) + apply(p, x * 2), into=tx)
+        loss, grads = vg(parts)
+        parts, state, _ = o.step(tx, parts, grads, state)
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("mesh", [{"data": 4, "x": 1}, {"data": 1, "x": 1}])
+def test_incomplete_gradients_give_way_to_a_chunk(mesh: Any) -> None:
+    """A loss that reads blocks twice holds gradients of all of them, unless bytes are needed."""
+    with sl.simulate(**mesh):
+        want = twice(None)
+        with pytest.raises(sl.ShardError, match="needs") as refused:
+            twice(o.Tiers(device=1))
+        least = int(str(refused.value).split("device=")[-1].strip(" )"))
+        assert twice(o.Tiers(device=least)) == want
+
+
 def test_a_budget_of_the_host_is_the_limit() -> None:
     with sl.simulate(data=1, x=1):
         tx = o.zero(o.adamw(0.1), "data", 3, tiers=o.Tiers(host=100_000))
         parts = tx.shard(model(3)[1])
         with pytest.raises(sl.ShardError, match="bytes of state do not fit"):
             tx.init(parts)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_sums_of_micro_batches_are_in_the_ledger(dtype: torch.dtype) -> None:
+    """In fp32: 4 bytes of each number, beside a gradient that arrives and the parameters' dtype."""
+    found = []
+    for tiers in (None, o.Tiers()):
+        with sl.simulate(data=1, x=1):
+            torch.manual_seed(0)
+            apply, params = sl.parallelize(Blocks(4).to(dtype), RULES, inputs={"x": "data ."})
+            tx = o.zero(o.adamw(0.01), "data", 3, master="fp32", tiers=tiers)
+            parts = tx.shard(params)
+            state = tx.init(parts)
+            x = torch.randn(8, WIDE, generator=torch.Generator().manual_seed(1)).to(dtype)
+            vg = sl.value_and_grad(apply, into=tx, microbatches=4)
+            for _ in range(2):
+                _, grads = vg(parts, x)
+                parts, state, _ = o.step(tx, parts, grads, state)
+                del grads
+            found.append({n: sl.unshard(v) for n, v in o.state_dict(parts).items()})
+    assert differing(*found) == []
+    numbers = tiers.ledger.held["host"]["parameters"] // dtype.itemsize
+    assert tiers.ledger.peaks["host"]["gradients"] >= 4 * numbers
 
 
 # ---------------------------------------------------------------- files
@@ -316,3 +409,58 @@ def test_a_process_held_to_the_budget_trains_eight_times_the_device() -> None:
     """Private memory is limited to what is there before training, the device's 8 MiB, and 16 MiB."""
     assert limited("tiers", 16) == "trained\n"
     assert "can't allocate memory" in limited("memory", 64)
+
+
+# ---------------------------------------------------------------- interrupted
+
+INTERRUPTED = """
+import gc, os, sys, threading, time
+import torch
+import shardlib as sl
+from tests.optim.test_tiered import clipped, model
+
+def shared():
+    return sum("/dev/zero" in line for line in open("/proc/self/maps"))
+
+def train():
+    with sl.simulate(data=1, x=1):
+        f, params = model(8)
+        # 17 KB a block: a load of 0.2 s
+        tx = sl.optim.zero(clipped(), "data", 3, tiers=sl.optim.Tiers(rate=85e3))
+        parts = tx.shard(params)
+        state = tx.init(parts)
+        assert shared() and threading.active_count() > 1
+        while True:
+            print("step", flush=True)
+            _, grads = sl.value_and_grad(f, into=tx)(parts)
+            parts, state, _ = sl.optim.step(tx, parts, grads, state)
+
+before = shared()
+if sys.argv[1] == "raised":
+    train()
+try:
+    train()
+except KeyboardInterrupt:
+    pass
+until = time.monotonic() + 30
+while (shared() > before or threading.active_count() > 1) and time.monotonic() < until:
+    gc.collect()
+    time.sleep(0.05)
+print(shared() - before, [t.name for t in threading.enumerate()][1:])
+"""
+
+
+@pytest.mark.parametrize("how", ["raised", "caught"])
+@pytest.mark.parametrize("after", [0.1, 1.2])
+def test_an_interrupted_run_leaves_nothing(how: str, after: float) -> None:
+    """No thread and no shared page where the error is caught, and else an end at once."""
+    args = [sys.executable, "-c", INTERRUPTED, how]
+    with subprocess.Popen(args, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
+        assert run.stdout is not None and run.stdout.readline() == "step\n"
+        time.sleep(after)
+        run.send_signal(signal.SIGINT)
+        out, err = run.communicate(timeout=60)
+    if how == "raised":
+        assert run.returncode == -signal.SIGINT and err.rstrip().endswith("KeyboardInterrupt")
+    else:
+        assert out.splitlines()[-1] == "0 []" and run.returncode == 0, out + err

@@ -2,7 +2,8 @@
 
 A run is drawn from one seed alone: depth, recipe and mesh, dtype and master, optimizer, how
 gradients are accumulated, recomputation, frozen parameters, evaluations between steps, steps that
-are skipped, and the device's budget, from the least to all.
+are skipped, the device's budget, from the least to all, and whether rows lie on a disk, with the host's
+budget; a durable run is then taken up again, and has the same parameters and state.
 
     python -m tests.tiers.drawn --count 500           # on simulated ranks
     python -m tests.tiers.drawn --count 100 --real    # on four processes
@@ -10,8 +11,11 @@ are skipped, and the device's budget, from the least to all.
 """
 
 import argparse
+import os
 import random
+import shutil
 import sys
+import tempfile
 import time
 import traceback
 import warnings
@@ -25,6 +29,8 @@ from torch import Tensor
 
 import shardlib as sl
 from examples.gpt import GPT, GPTConfig
+from shardlib.collectives import spans_processes
+from shardlib.mesh import current_mesh
 from tests.workers import Pool
 
 o = sl.optim
@@ -84,6 +90,7 @@ class Run:
     share: float
     depth: int
     steps: int
+    disk: str
 
     def text(self) -> str:
         """Print it in one line."""
@@ -115,6 +122,7 @@ def draw(seed: int, real: bool = False) -> Run:
         share=r.choice([0.0, 0.0, r.random() * 0.3, r.random(), 1.0]),
         depth=r.choice([0, 1, 2, 2, 3]),
         steps=r.choice([2, 3, 4]),
+        disk=r.choice(["", "spare", "spare", "durable"]),
     )  # fmt: skip
 
 
@@ -127,8 +135,8 @@ def model(run: Run) -> GPT:
     return made
 
 
-def trained(run: Run, tiers: Any) -> dict[str, Any]:
-    """Train; return losses, norms, parameters and state."""
+def trained(run: Run, tiers: Any, steps: int | None = None) -> dict[str, Any]:
+    """Train for the run's steps; return losses, norms, parameters and state."""
     net = model(run)
     rules = RECIPES[run.recipe][1](net)
     remat = {"remat": [("h.*", run.remat)]} if run.remat else {}
@@ -159,7 +167,7 @@ def trained(run: Run, tiers: Any) -> dict[str, Any]:
 
     micro = {"microbatches": 2} if run.accumulate == "micro" else {}
     vg = sl.value_and_grad(loss_of, into=tx, **micro)
-    for i in range(run.steps):
+    for i in range(run.steps if steps is None else steps):
         before: Any = None
         for half in range(2 if run.accumulate in ("multi", "hand") else 1):
             idx, targets = (torch.randint(VOCAB, (ROWS, LENGTH), generator=g) for _ in range(2))
@@ -214,6 +222,55 @@ def check(run: Run) -> None:
         wrong = differing(want, trained(run, tiers))
         assert not wrong, f"with {budget} of {least} to {most} bytes: {wrong[:6]}"
         assert tiers.ledger.peak["device"] <= budget
+        if run.disk:
+            check_disk(run, budget, want, free.ledger)
+
+
+WHOLE = ("lamb", "adafactor", "muon", "groups", "clip by value and norm")
+"""Those that update all blocks at once."""
+
+
+def check_disk(run: Run, device: int, want: dict[str, Any], free: Any) -> None:
+    """Train with rows on the disk.  Raises: AssertionError for a bit that differs."""
+    durable = run.disk == "durable" and not run.around
+    real = spans_processes(current_mesh())
+    path = where(os.getppid() if real else os.getpid(), run)
+    try:
+        probe = o.Tiers(host=1, disk=path, durable=durable)
+        try:
+            trained(run, probe)
+            raise AssertionError("a host of one byte")
+        except sl.ShardError as e:
+            least = int(e.fix.split("host=")[1].split(",")[0])
+        most = free.peak["host"]
+        host = least + free.peaks["host"]["gradients"] + int(run.share * max(most - least, 0))
+        how: dict[str, Any] = {"device": device, "depth": run.depth, "host": host, "disk": path}
+        tiers = o.Tiers(**how, durable=durable)
+        try:
+            wrong = differing(want, trained(run, tiers))
+        except sl.errors.Unsupported as e:
+            assert "all blocks at once" in str(e) and run.optimizer in WHOLE, e
+            return
+        except sl.ShardError as e:
+            # the budget is for one gradient of each parameter
+            more = run.accumulate or run.between == "twice"
+            assert "do not fit: the host tier" in str(e) and more, e
+            return
+        assert not wrong, f"with {host} bytes of host memory of {least} to {most}: {wrong[:6]}"
+        assert tiers.ledger.peak["host"] <= host and tiers.ledger.peak["device"] <= device
+        if durable:
+            tiers = o.Tiers(**how, durable=True, resume=True)
+            again = trained(run, tiers, 0)
+            wrong = differing({n: want[n] for n in again}, again)
+            assert not wrong, f"taken up with {host} bytes of host memory: {wrong[:6]}"
+    finally:
+        if not real:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def where(process: int, run: Run) -> str:
+    """Return a directory that the ranks of a process share."""
+    return os.path.join(tempfile.gettempdir(), f"shardlib-drawn-{process}-{run.seed}")
 
 
 def differing(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
@@ -249,7 +306,10 @@ def main(argv: list[str] | None = None) -> int:
             print(run.text())
         try:
             if pool is not None:
-                pool.run(check, run, **run.mesh)
+                try:
+                    pool.run(check, run, **run.mesh)
+                finally:
+                    shutil.rmtree(where(os.getpid(), run), ignore_errors=True)
             else:
                 with sl.simulate(**run.mesh) if pool is None else nullcontext():
                     check(run)

@@ -39,7 +39,7 @@ def test_buffers_of_other_sizes_make_room() -> None:
 
 def test_a_row_is_in_the_ledger_as_long_as_its_memory() -> None:
     ledger = Ledger(host=1000)
-    row = host_row(torch.ones(5, 6), ledger, "state", CPU, 1)
+    row = host_row((5, 6), torch.float32, ledger, "state", CPU, 1)
     view = row.detach()[1:]
     assert row.shape == (5, 6) and ledger.held["host"]["state"] == 120
     del row
@@ -57,7 +57,7 @@ from shardlib.tiers.ledger import Ledger
 like = torch.empty(1).expand(16 << 20)
 used = int(open("/proc/self/statm").read().split()[5]) * 4096
 resource.setrlimit(resource.RLIMIT_DATA, (used + (16 << 20),) * 2)
-host_row(like, Ledger(host=None), "state", torch.device("cpu"), 1).fill_(1.0)
+host_row(like.shape, like.dtype, Ledger(host=None), "state", torch.device("cpu"), 1).fill_(1.0)
 try:
     torch.ones(16 << 20)
 except RuntimeError:

@@ -74,3 +74,19 @@ def test_the_thread_ends_with_its_mover() -> None:
     assert any(t.name == "shardlib ends" for t in threading.enumerate())
     del mover
     assert not any(t.name == "shardlib ends" for t in threading.enumerate())
+
+
+def test_a_small_copy_passes_no_job_that_is_under_way() -> None:
+    """It runs at once where nothing is before it, else in order."""
+    mover, other = Mover("copies", torch.device("cpu")), Mover("updates", torch.device("cpu"))
+    go, order = threading.Event(), list[str]()
+    assert mover.submit(lambda: order.append("alone"), 8).finished.is_set()
+    mover.submit(go.wait)
+    second = mover.submit(lambda: order.append("second"), 8)
+    update = other.submit(lambda: (go.wait(), order.append("update")))
+    third = mover.submit(lambda: order.append("third"), 8, [update])
+    assert order == ["alone"]
+    go.set()
+    second.wait(), third.wait()
+    assert order.index("update") < order.index("third") > order.index("second") > 0
+    mover.close(), other.close()

@@ -1,0 +1,328 @@
+"""Rows of a run: each in host memory, or on the disk and in host memory while a job uses it.
+
+Rows are held by the host in the order in which they are given, as many as its budget has bytes for;
+the others lie on the disk alone.  The update of a chunk reads those of the next one ahead, and
+writes its own behind it, in buffers that take a fixed part of the budget.  A durable run also writes
+the rows that the host holds, and every step commits a generation.
+"""
+
+import atexit
+import gc
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardlib.errors import ShardError
+from shardlib.tiers.buffers import Buffers, host_row
+from shardlib.tiers.disk import DiskRows
+from shardlib.tiers.ledger import Ledger
+from shardlib.tiers.mover import Mover, Ticket
+
+
+class TierRow:
+    """A row: ``memory`` in the host; None: its bytes are on the disk, written ``count`` times."""
+
+    __slots__ = ("count", "dtype", "key", "memory", "shape")
+
+    def __init__(self, key: str, like: Tensor, memory: Tensor | None) -> None:
+        self.key, self.shape, self.dtype, self.memory = key, like.shape, like.dtype, memory
+        self.count = 0
+
+    @property
+    def version(self) -> int:
+        """A number that changes when the row does."""
+        if self.memory is None:
+            return self.count
+        return self.memory._version
+
+
+class RowSize(NamedTuple):
+    """A row that will be made: its chunk, kind, and bytes of one rank."""
+
+    chunk: str
+    kind: str
+    nbytes: int
+
+
+class Division(NamedTuple):
+    """Parts of the host's budget, in bytes of one rank.
+
+    ``away``     the rows that lie on the disk alone.
+    ``staging``  for the rows of chunks that are updated; ``loading``  for those that are loaded.
+    """
+
+    away: frozenset[str]
+    staging: int
+    loading: int
+
+
+def divided(
+    rows: Mapping[str, RowSize], budget: int, gradients: Mapping[str, int], ring: int
+) -> Division:
+    """Divide the host's budget: buffers first, then gradients, then rows in their order.
+
+    ``gradients``  chunk -> bytes; all of them wait for a norm, three on their way are the least.
+    ``ring``       bytes of the disk's buffers.
+    Raises: ShardError for a budget that has no bytes for the buffers.
+
+    >>> rows = {n: RowSize(n[0], "state", 10) for n in ("a m", "a v", "b m", "b v")}
+    >>> divided(rows, 200, {"a": 10, "b": 10}, 0).away, sorted(divided(rows, 70, {}, 0).away)
+    (frozenset(), ['b m', 'b v'])
+    """
+    waiting = sum(gradients.values())
+    total = sum(r.nbytes for r in rows.values())
+    if total + waiting + ring <= budget:
+        return Division(frozenset(), 0, 0)
+    chunks, loads = dict[str, int](), dict[str, int]()
+    for r in rows.values():
+        chunks[r.chunk] = chunks.get(r.chunk, 0) + r.nbytes
+        loads[r.chunk] = loads.get(r.chunk, 0) + r.nbytes * (r.kind == "parameters")
+    chunk, loading = max(chunks.values()), max(loads.values())
+    # a row that is read by the caller
+    beside = loading + ring + max(r.nbytes for r in rows.values())
+    few = sum(sorted(gradients.values())[-3:])
+    # a chunk is updated, the next one read, the one before it written
+    plans = [(3 * chunk, waiting), (2 * chunk, waiting), (chunk, waiting), (chunk, few)]
+    fits = [(staging, budget - beside - staging - more) for staging, more in plans]
+    staging, left = next((fit for fit in fits if fit[1] >= 0), (0, -1))
+    if left < 0:
+        least = beside + chunk + few
+        raise ShardError(
+            f"the largest block's rows, three gradients and the disk's buffers need {least:,} bytes "
+            f"of host memory, which may hold {budget:,}",
+            op="tiers",
+            fix=f"sl.optim.Tiers(host={least}, disk=path)",
+        )
+    away = set()
+    for key, r in rows.items():
+        if r.nbytes > left:
+            away.add(key)
+        else:
+            left -= r.nbytes
+    return Division(frozenset(away), staging, loading)
+
+
+class RowStore:
+    """The rows of one run.
+
+    ``disk``     where rows lie that the host does not hold; None: it holds all.
+    ``sizes``    key -> the row's chunk, kind and bytes; ``away`` the keys of those on the disk alone.
+    ``buffers``  bytes of the host for what is read ahead and written behind.
+    ``notes``    of the generation that was taken up; None for a new run.
+    ``bytes_read``, ``bytes_written``  from the disk and to it so far, of the ranks in this process.
+    """
+
+    def __init__(self, ledger: Ledger, device: torch.device, shares: int) -> None:
+        self.ledger, self.device, self.shares = ledger, device, shares
+        self.disk: DiskRows | None = None
+        self.sizes: Mapping[str, RowSize] = {}
+        self.away: frozenset[str] = frozenset()
+        self.durable = False
+        self.buffers = 0
+        self.notes: Any = None
+        self.bytes_read = self.bytes_written = 0
+        # rows of the updates to come; key -> a row that was read ahead
+        self.due: list[Sequence[TierRow]] = []
+        self.ahead: dict[str, tuple[Tensor, Ticket]] = {}
+        self.writes: list[Ticket] = []
+        self.committed: Ticket | None = None
+        # of the last commit; not its ticket, whose error refers to all that it passed through
+        self.ends: list[threading.Event] = []
+
+    def open(
+        self, rows: Mapping[str, RowSize], gradients: Mapping[str, int], path: str, durable: bool, how: Any
+    ) -> None:  # fmt: skip
+        """Divide the host's budget between the rows, and open the disk for the others.
+
+        Raises: ShardError for a budget below the least, and as ``DiskRows``.
+        """
+        longest = max((r.nbytes for r in rows.values()), default=0)
+        ring = min(4 << 20, -(-longest * self.shares // 4096 + 1) * 8192)
+        found = divided(rows, self.ledger.left("host"), gradients, ring // self.shares)
+        self.sizes, self.away, self.durable = rows, found.away, durable
+        if not (found.away or durable):
+            return
+        kept = {k: r for k, r in rows.items() if durable or k in found.away}
+        sizes = {k: r.nbytes * self.shares for k, r in kept.items()}
+        self.buffers = ring // self.shares + found.staging + found.loading
+        ours = [
+            ("host", "buffers", self.buffers),
+            *(("disk", r.kind, r.nbytes * (1 + durable)) for r in kept.values()),
+        ]
+        for entry in ours:
+            self.ledger.enter(*entry)
+        weakref.finalize(self, _leave_all, self.ledger, ours).atexit = False
+        # of exact size, in the part of the budget that was entered
+        self.staging, self.loading = (
+            Buffers(Ledger(host=max(n, 1)), "host", "buffers", self.device, self.shares)
+            for n in (found.staging, found.loading)
+        )
+        # a run of this process that was dropped may hold the file until it is collected
+        gc.collect()
+        self.disk = DiskRows(path, sizes, durable=durable, ring=ring, **how)
+        if self.disk.generation >= 0:
+            self.notes = self.disk.notes
+        # at exit, before the disk is closed; not where this is dropped, as in the thread of a job
+        finish = partial(_finish, self.ends)
+        atexit.register(finish)
+        weakref.finalize(self, atexit.unregister, finish).atexit = False
+
+    def traffic(self, updated: Collection[str], loads: Sequence[str]) -> tuple[int, int]:
+        """Return the bytes of a rank from the disk, and to it, in a step.
+
+        ``updated``  the chunks that are updated; ``loads``  those that are loaded, in order.
+        """
+        read = written = 0
+        often = Counter(loads)
+        for key, r in self.sizes.items():
+            away, changes = key in self.away, r.chunk in updated
+            written += r.nbytes * (changes and (away or self.durable))
+            loaded = often[r.chunk] * (r.kind == "parameters")
+            read += r.nbytes * away * (changes + loaded)
+        return read, written
+
+    def make(self, key: str, value: Tensor, kind: str) -> TierRow:
+        """Make a row of a value; of a run that was taken up, it has the value that it had."""
+        memory = None
+        if key not in self.away:
+            memory = host_row(value.shape, value.dtype, *self._where(kind))
+        row = TierRow(key, value, memory)
+        if self.notes is None:
+            self.fill(row, value)
+        elif memory is not None and self.disk is not None:
+            self.disk.read(key, memory).wait()
+        return row
+
+    def _where(self, kind: str) -> tuple[Ledger, str, torch.device, int]:
+        return self.ledger, kind, self.device, self.shares
+
+    def fill(self, row: TierRow, value: Tensor) -> None:
+        """Replace the bytes of a row that no job uses."""
+        held = row.memory
+        if held is None:
+            held = value.detach().to("cpu", copy=True).contiguous()
+        else:
+            held.copy_(value)
+        self._write([(row, held)])
+
+    def value(self, row: TierRow) -> Tensor:
+        """Return a row's memory, or a copy of what lies on the disk."""
+        if row.memory is not None:
+            return row.memory
+        out = host_row(row.shape, row.dtype, *self._where("buffers"))
+        self._read(row, out).wait()
+        return out
+
+    def load(self, rows: Mapping[str, TierRow], into: Mapping[str, Tensor]) -> None:
+        """Copy rows to the device; in the thread of one mover alone."""
+        found: dict[str, tuple[Tensor, Ticket]] = {}
+        for name, row in rows.items():
+            if row.memory is None:
+                held = into[name]
+                if held.device.type != "cpu":
+                    held = self.loading.take(row.shape, row.dtype)
+                found[name] = held, self._read(row, held)
+        for name, row in rows.items():
+            held = row.memory
+            if held is None:
+                held, ticket = found[name]
+                ticket.wait()
+            if held is not into[name]:
+                into[name].copy_(held, non_blocking=True)
+        if found and self.device.type != "cpu":
+            torch.accelerator.current_stream().synchronize()
+
+    @contextmanager
+    def changing(self, rows: Sequence[TierRow]) -> Iterator[Mapping[TierRow, Tensor]]:
+        """Yield the memory of rows that are changed; at the end they are written behind.
+
+        If it raises, what is on the disk stays.
+        """
+        if rows in self.due:
+            self.due.remove(rows)
+        self._read_ahead(rows, self._landed)
+        if self.due:
+            self._read_ahead(self.due[0])
+        found = dict[TierRow, Tensor]()
+        for row in rows:
+            held = row.memory
+            if held is None:
+                held, ticket = self.ahead.pop(row.key)
+                ticket.wait()
+            found[row] = held
+        yield found
+        self._write(list(found.items()))
+
+    def commit(self, notes: Any, mover: Mover, after: Sequence[Ticket]) -> None:
+        """Post the commit of what jobs write, as a generation; there is none if one of them raises."""
+        if self.disk is not None and self.durable:
+            self.committed = mover.submit(_Commit(self.disk, notes), after=after)
+            self.ends[:] = [self.committed.finished]
+
+    def wait(self) -> int:
+        """Wait for the last commit; return the number of generations.  Raises: its error."""
+        if self.committed is not None:
+            self.committed.wait()
+        if self.disk is None:
+            return 0
+        return max(self.disk.generation, 0)
+
+    def _read_ahead(
+        self, rows: Sequence[TierRow], spare: Callable[[int], object] | None = None
+    ) -> None:
+        """Post the reads of rows on the disk, where there are bytes; ``spare`` waits for them."""
+        for row in rows:
+            if row.memory is not None or row.key in self.ahead:
+                continue
+            nbytes = row.shape.numel() * row.dtype.itemsize // self.shares
+            if spare is None and nbytes > self.staging.ledger.left("host") + self.staging.unused:
+                return
+            held = self.staging.take(row.shape, row.dtype, spare)
+            self.ahead[row.key] = held, self._read(row, held)
+
+    def _landed(self, nbytes: int) -> None:
+        """Wait for the writes behind, whose buffers are then free."""
+        for ticket in self.writes:
+            ticket.finished.wait()
+        self.writes.clear()
+        self.staging.trim()
+
+    def _read(self, row: TierRow, into: Tensor) -> Ticket:
+        assert self.disk is not None
+        self.bytes_read += into.nbytes
+        return self.disk.read(row.key, into)
+
+    def _write(self, rows: Sequence[tuple[TierRow, Tensor]]) -> None:
+        self.writes[:] = [t for t in self.writes if not t.finished.is_set()]
+        for row, held in rows:
+            if self.disk is not None and (self.durable or row.memory is None):
+                row.count += 1
+                self.bytes_written += held.nbytes
+                self.writes.append(self.disk.write(row.key, held))
+
+
+class _Commit(NamedTuple):
+    """Job that commits the next generation."""
+
+    disk: DiskRows
+    notes: Any
+
+    def __call__(self) -> None:
+        self.disk.commit(max(self.disk.generation, 0) + 1, self.notes)
+
+
+def _finish(ends: Sequence[threading.Event]) -> None:
+    for end in ends:
+        end.wait()
+
+
+def _leave_all(ledger: Ledger, ours: Sequence[tuple[str, str, int]]) -> None:
+    for entry in ours:
+        ledger.leave(*entry)

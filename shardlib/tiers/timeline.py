@@ -1,0 +1,42 @@
+"""Seconds of a step in memory tiers, from those of its uses and of its links, before it runs.
+
+Computation, the link to the device and the link from it work beside one another.  A load waits for
+those before it; a use waits for its chunk; the next step begins when the last gradient is on the
+host.  Updates are taken to hide behind the next forward.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from shardlib.tiers.schedule import Uses, repeated
+
+
+def step_seconds(
+    uses: Uses, sizes: Mapping[str, int], room: int, depth: int, computing: Sequence[float], rate: float
+) -> float:  # fmt: skip
+    """Return the seconds of a step that repeats.
+
+    ``computing``  seconds of each use.
+    ``rate``       bytes a second of each link.
+
+    >>> step_seconds(Uses("abba", "ab"), {"a": 1, "b": 1}, 2, 1, [1, 1, 2, 2], 2.0)
+    7.0
+    """
+    plan = repeated(uses, sizes, room, depth) or []
+    last = {chunk: at for at, chunk in enumerate(uses.order)}
+    now, ends = 0.0, [0.0]
+    up = down = 0.0
+    # when each chunk's copy is there
+    ready: dict[str, float] = {}
+    # two steps: the second finds the copies that the first has left
+    for _ in range(2):
+        for at, (chunk, made) in enumerate(zip(uses.order, plan, strict=True)):
+            for kind, other in made:
+                if kind == "load":
+                    up = max(up, now) + sizes[other] / rate
+                    ready[other] = up
+            now = max(now, ready.get(chunk, 0.0)) + computing[at]
+            if chunk in uses.stale and at == last[chunk]:
+                down = max(down, now) + sizes[chunk] / rate
+        now = max(now, down)
+        ends.append(now)
+    return ends[2] - ends[1]

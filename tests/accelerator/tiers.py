@@ -1,0 +1,127 @@
+"""Memory tiers on the pretend accelerator: what the ledger holds is what its allocator gave.
+
+Run by test_accelerator.py, in a process in which the device is."""
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardlib as sl
+from shardlib.optim import chunk_cache
+from shardlib.tiers.buffers import Buffers
+from tests.accelerator import pretend
+from tests.accelerator.pretend import DEVICE
+
+o = sl.optim
+COUNT, WIDE = 6, 64
+PART = 2 * WIDE * WIDE * 4
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = (nn.Linear(WIDE, WIDE, bias=False) for _ in range(2))
+
+    def forward(self, x: Any) -> Any:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+def unentered(budget: int | None, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
+    """The most bytes of the device beside the ledger's: at any use of forward, and between steps."""
+    torch.manual_seed(0)
+    net = nn.Sequential(*[Block() for _ in range(COUNT)]).to(DEVICE)
+    beside: dict[str, list[int]] = {"uses": [], "steps": []}
+    with sl.simulate(data=1, device=DEVICE):
+        apply, params = sl.parallelize(net, [("*", "...")], inputs={"input": "data ."})
+        del net
+        tiers = o.Tiers(device=budget)
+        tx = o.zero(o.chain(o.clip_by_global_norm(0.1), o.adamw(0.01)), "data", 3, tiers=tiers)
+        parts = tx.shard(params)
+        del params
+        state = tx.init(parts)
+        x = torch.randn(2, WIDE, device=DEVICE)
+        gc.collect()
+        base = pretend.allocated() - tiers.ledger.held["device"].total()
+        used = chunk_cache.ChunkCache._use
+
+        def noted(self: Any, chunk: str) -> None:
+            used(self, chunk)
+            beside["uses"].append(pretend.allocated() - tiers.ledger.held["device"].total() - base)
+
+        monkeypatch.setattr(chunk_cache.ChunkCache, "_use", noted)
+        for _ in range(3):
+            with torch.no_grad():
+                apply(parts, x)
+            at = len(beside["uses"])
+            _, grads = sl.value_and_grad(lambda p: apply(p, x).square().mean(), into=tx)(parts)
+            del beside["uses"][at:]
+            parts, state, _ = o.step(tx, parts, grads, state)
+            del grads
+            held = tiers.ledger.held["device"].total()
+            beside["steps"].append(pretend.allocated() - held - base)
+    monkeypatch.undo()
+    assert tiers.ledger.peak["device"] > 0
+    return max(beside["uses"]), max(map(abs, beside["steps"]))
+
+
+# activations of two rows, and scalars
+SLACK = 16 * 2 * WIDE * 4 + 1024
+
+
+@pytest.mark.parametrize("room", [1, 3, None])
+def test_what_the_device_holds_is_in_the_ledger(
+    room: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert SLACK < PART
+    budget = None if room is None else (2 + room) * PART
+    at_uses, between = unentered(budget, monkeypatch)
+    assert at_uses <= SLACK and between <= 1024
+
+
+def test_what_is_not_entered_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buffers that are allocated, and kept, past the ledger."""
+    kept, take = [], Buffers.take
+
+    def past(self: Any, shape: Any, dtype: Any, spare: Any = None) -> Any:
+        if self.kind == "parameters":
+            kept.append(torch.empty(shape, dtype=dtype, device=self.device))
+        return take(self, shape, dtype, spare)
+
+    monkeypatch.setattr(Buffers, "take", past)
+    with monkeypatch.context() as inner:
+        at_uses, between = unentered(None, inner)
+    assert at_uses > SLACK and between > SLACK
+
+
+def trained(device: Any, tiers: Any) -> list[Any]:
+    """Losses and parameters of four steps."""
+    torch.manual_seed(0)
+    net = nn.Sequential(*[Block() for _ in range(COUNT)]).to(device)
+    x = torch.randn(4, WIDE, generator=torch.Generator().manual_seed(1), device="cpu").to(device)
+    with sl.simulate(data=2, device=device):
+        apply, params = sl.parallelize(net, [("*", "...")], inputs={"input": "data ."})
+        tx = o.zero(o.adamw(0.01), "data", 3, tiers=tiers)
+        parts = tx.shard(params)
+        state, out = tx.init(parts), []
+        for _ in range(4):
+            loss, grads = sl.value_and_grad(lambda p: apply(p, x).square().mean(), into=tx)(parts)
+            parts, state, _ = o.step(tx, parts, grads, state)
+            out.append(loss.item())
+        return out + [sl.unshard(p).cpu() for p in o.state_dict(parts).values()]
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("budget", [None, 10 * PART])
+def test_training_on_the_device_is_that_of_the_host(late: bool, budget: int | None) -> None:
+    """To rounding, with kernels that run when something waits for them, on streams of their own."""
+    want = trained("cpu", o.Tiers(device=budget))
+    pretend.late(late)
+    try:
+        found = trained(DEVICE, o.Tiers(device=budget))
+    finally:
+        pretend.late(False)
+    for a, b in zip(found, want, strict=True):
+        torch.testing.assert_close(torch.as_tensor(a), torch.as_tensor(b), rtol=2e-5, atol=1e-6)
