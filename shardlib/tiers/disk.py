@@ -52,6 +52,11 @@ def _pages(nbytes: int) -> int:
     return -(-nbytes // _PAGE) * _PAGE
 
 
+def ring_for(nbytes: int) -> int:
+    """Return the bytes of buffers with which rows of at most ``nbytes`` are read and written."""
+    return min(4 << 20, 2 * max(_PAGE, _pages(nbytes)))
+
+
 def _flush(fd: int) -> None:
     """Flush the bytes of a file to the disk, and no times."""
     getattr(os, "fdatasync", os.fsync)(fd)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from shardlib.errors import ShardError
 from shardlib.tiers.buffers import Buffers, host_row
-from shardlib.tiers.disk import DiskRows
+from shardlib.tiers.disk import DiskRows, ring_for
 from shardlib.tiers.ledger import Ledger
 from shardlib.tiers.mover import Mover, Ticket
 
@@ -144,7 +144,7 @@ class RowStore:
         Raises: ShardError for a budget below the least, and as ``DiskRows``.
         """
         longest = max((r.nbytes for r in rows.values()), default=0)
-        ring = min(4 << 20, -(-longest * self.shares // 4096 + 1) * 8192)
+        ring = ring_for(longest * self.shares)
         found = divided(rows, self.ledger.left("host"), gradients, ring // self.shares)
         self.sizes, self.away, self.durable = rows, found.away, durable
         if not (found.away or durable):

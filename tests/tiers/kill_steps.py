@@ -104,7 +104,7 @@ def trained(case: Case, path: str | None, said: Callable[[int], object] = lambda
         }
 
 
-HOST = 190_000
+HOST = 194_000
 
 
 def killed(case: Case, path: str, kill: Kill | None, into: Any) -> None:
