@@ -193,9 +193,9 @@ def meshes_of(ranks: int, cluster: Cluster) -> list[dict[str, int]]:
     The last axis joins ranks that are near; where both axes have the same links, their order is one.
 
     >>> meshes_of(16, cluster_of("h100"))
-    [{'a': 16}, {'a': 4, 'b': 4}, {'a': 8, 'b': 2}, {'b': 2, 'a': 8}]
+    [{'a': 4, 'b': 4}, {'a': 8, 'b': 2}, {'b': 2, 'a': 8}, {'a': 16}]
     >>> meshes_of(8, cluster_of("h100"))
-    [{'a': 8}, {'a': 4, 'b': 2}]
+    [{'a': 4, 'b': 2}, {'a': 8}]
     """
     found = [{"a": ranks}]
     for n in range(2, math.isqrt(ranks) + 1):
@@ -204,7 +204,8 @@ def meshes_of(ranks: int, cluster: Cluster) -> list[dict[str, int]]:
             found.append(near)
             if n * n < ranks and cluster.links(near) != cluster.links(far):
                 found.append(far)
-    return sorted(found, key=lambda m: (len(m), m["a"]))
+    # bounds are found early where axes are alike, and loops over one long axis are priced last
+    return sorted(found, key=lambda m: max(m.values()))
 
 
 @dataclass(eq=False)
