@@ -8,6 +8,7 @@ difference is taken from the room and the program solved again.
 """
 
 import itertools
+import json
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,8 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardlib._compat import tree_flatten
 from shardlib.capacity import bytes_in
 from shardlib.errors import BadArgument, ShardError, mesh_text
+from shardlib.layouts import Layout
 from shardlib.mesh import record
 from shardlib.modules import parallelize
 from shardlib.optim.adaptive import adamw
@@ -103,6 +106,40 @@ class LayoutPlan:
         tx = self.optimizer or adamw(1e-3)
         return apply, params, _zeroed(tx, self.zero)
 
+    def toml(self) -> str:
+        """Write the tables of a file that ``shardlib train`` reads, beside its model and optimizer.
+
+        >>> mlp = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
+        >>> print(plan_layouts(mlp, torch.empty(65536, 64), ranks=2).toml())
+        [mesh]
+        a = 2
+        <BLANKLINE>
+        [data]
+        layout = "a ..."
+        <BLANKLINE>
+        [layout]
+        pad = true
+        rules = [
+            ["0.weight", ". ."],
+            ["0.bias", "..."],
+            ["2.weight", ". ."],
+            ["2.bias", "..."],
+        ]
+        <BLANKLINE>
+        [optimizer.zero]
+        axis = ["a"]
+        stage = 2
+        """
+        rows = str(Layout.parse(self.inputs[0]).dims[0])
+        tables = {
+            "mesh": dict(self.mesh),
+            "data": {"layout": f"{rows} ..."},
+            "layout": {"pad": True, "rules": self.rules},
+            "optimizer.zero": dict(self.zero),
+            "remat": dict(self.remat),
+        }
+        return "\n\n".join(_table(name, keys) for name, keys in tables.items() if keys)
+
     def __str__(self) -> str:
         room = size(round(self.memory))
         lines = [
@@ -116,6 +153,18 @@ class LayoutPlan:
         for axes, (nbytes, messages) in self.along.items():
             lines.append(f"over {axes}: {size(round(nbytes))} in {math.ceil(messages)} messages")
         return "\n".join(lines)
+
+
+def _table(name: str, keys: Mapping[str, Any]) -> str:
+    """Write a table of a TOML file, whose texts and lists are written as JSON's are."""
+    lines = [f"[{name}]"]
+    for key, value in keys.items():
+        label = key if key.isidentifier() else json.dumps(key)
+        if key == "rules":
+            lines += ["rules = [", *(f"    {json.dumps(rule)}," for rule in value), "]"]
+        else:
+            lines.append(f"{label} = {json.dumps(value)}")
+    return "\n".join(lines)
 
 
 def _zeroed(tx: Transform, how: Mapping[str, Any]) -> Transform:
@@ -143,8 +192,8 @@ def plan_layouts(
     ``memory``   bytes of one rank, or a text such as "80GB"; else the cluster's.
     ``optimizer``  its state is counted; AdamW's by default.
     ``cluster``  speeds and links, as ``sl.planning.plan`` takes it.
-    ``loss``     called with (apply, params, *inputs); by default the output's loss, or the mean of
-                 its logits.
+    ``loss``     called with (apply, params, *inputs); by default the output's loss, else cross
+                 entropy of its logits where the last input may be their labels, else a mean.
 
     Each call of the step runs on shapes under every layout of what it reads; the best ways through
     equal layers are found by dynamic programming, and how many layers run in which way by an
@@ -181,10 +230,12 @@ def plan_layouts(
 
 def _loss(apply: Any, params: Any, *inputs: Tensor) -> Tensor:
     out = apply(params, *inputs)
-    found = loss_of(out, None)
-    if found is None:
-        return out.mean()
-    return found
+    # words are their own labels: of others the mean costs as much as a loss does
+    found = loss_of(out, inputs[-1])
+    if found is not None:
+        return found
+    first: Any = next(x for x in tree_flatten(out)[0] if isinstance(x, Tensor))
+    return first.mean()
 
 
 def meshes_of(ranks: int, cluster: Cluster) -> list[dict[str, int]]:

@@ -1,5 +1,7 @@
 """Plans of layouts: what a plan says is what its step takes, it runs, and no recipe is better."""
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import shardlib as sl
+from shardlib.command.train import checked, start
 from shardlib.planning.explain import explain
 from shardlib.planning.joint import Study, plan_layouts
 from shardlib.planning.program import solve
@@ -172,3 +175,41 @@ def losses(mesh: Any, model: Any, plan: Any) -> list[float]:
             params, state, _ = sl.optim.step(tx, params, grads, state)
             out.append(value.item())
     return out
+
+
+def rows() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return rows of a dataset: words, and the next ones as labels."""
+    return [(torch.arange(i, i + 16) % 64, torch.arange(i + 1, i + 17) % 64) for i in range(64)]
+
+
+@pytest.mark.parametrize("memory", ["500KB", "700KB"])
+def test_what_is_written_as_a_file_trains_as_one_process_does(memory: str, tmp_path: Path) -> None:
+    """The tables of a plan, in the file of a run; the first budget is the least, nearly."""
+    run = """steps = 3
+[model]
+make = "tests.planning.test_joint:Words"
+[data]
+batch = 8
+LAYOUT
+[data.dataset]
+make = "tests.planning.test_joint:rows"
+[optimizer]
+name = "adamw"
+lr = 1e-3
+[log]
+every = 1
+"""
+    found = plan_layouts(Words(), GIVEN, ranks=2, memory=memory, cluster=CLUSTER, loss=loss)
+    tables = found.toml().replace("[data]\n", "")
+    layout, rest = re.search(r"layout = .*", tables), re.sub(r"layout = .*\n", "", tables, count=1)
+    assert layout is not None
+    losses = []
+    for name, text in {
+        "planned": run.replace("LAYOUT", layout[0]) + rest,
+        "alone": run.replace("LAYOUT", "") + '[mesh]\na = 1\n[layout]\nrules = [["*", "..."]]\n',
+    }.items():
+        file = tmp_path / f"{name}.toml"
+        file.write_text(text)
+        config = checked(str(file), [])
+        losses.append([*start(config, simulated=True).losses.values()])
+    assert len(losses[0]) == 3 and torch.allclose(*map(torch.tensor, losses), atol=1e-6)
