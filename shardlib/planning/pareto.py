@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from shardlib.layouts import Dim
 from shardlib.mesh import Axes
 from shardlib.planning.calls import Call, StepCalls
 from shardlib.planning.candidates import Candidates, Choice, Leaf, columns_of
@@ -272,31 +273,47 @@ class Search:
                 given[r] = self._leaf(r, {}).operand
         fresh = [r for r in call.reads if r not in given]
         vectors = [r for r in fresh if len(self.step.shapes[r]) < 2]
-        found = {r: self.candidates.leaf(self.step.parameters[r], "...") for r in vectors}
-        whole = {r: leaf for r, leaf in found.items() if leaf}
+        leaves = {r: self.candidates.leaf(self.step.parameters[r], "...") for r in vectors}
+        whole = {r: leaf for r, leaf in leaves.items() if leaf}
         for matrices in self.candidates.of_call(call, fresh, given):
-            turned = bool(matrices) and call.name == "linear"
-            around = [leaf.operand for leaf in matrices.values()] or list(given.values())
-            # a vector lies as the columns of what is multiplied, else as those of the result do
-            split = self.candidates.beside(
-                vectors, [columns_of(x, turned) for x in around if x.place.dims]
-            )
-            second = split and self._ask(call, given, {**matrices, **whole, **split})
-            if second:
-                yield {**matrices, **whole, **split}, second
-            if second and matrices:
-                continue
-            first = self._ask(call, given, {**matrices, **whole})
-            if first is None:
-                continue
-            again = matrices and self.candidates.beside(vectors, [*map(columns_of, first.outs)])
-            third = (
-                again and again != split and self._ask(call, given, {**matrices, **whole, **again})
-            )
-            if third:
-                yield {**matrices, **whole, **again}, third
-            else:
-                yield {**matrices, **whole}, first
+            yield from self._with_vectors(call, given, matrices, whole)
+
+    def _with_vectors(
+        self, call: Call, given: Mapping[int, Operand], matrices: Choice, whole: Choice
+    ) -> Iterator[tuple[Choice, CallStrategy]]:
+        """Yield the strategies with these matrices: vectors lie as the columns do, or ``whole``.
+
+        The columns are those of the product, or of an operand where there is none.
+        """
+        turned = bool(matrices) and call.name == "linear"
+        around = [leaf.operand for leaf in matrices.values()] or list(given.values())
+        columns = [columns_of(x, turned) for x in around if x.place.dims]
+        offer = self._offer(call, given, matrices, whole, columns)
+        if offer:
+            yield offer
+            if matrices:
+                return
+            offer = None
+        first = self._ask(call, given, {**matrices, **whole})
+        if first is None:
+            return
+        # its results tell which columns are split where the weight does not
+        if matrices:
+            columns = [columns_of(x) for x in first.outs]
+            offer = self._offer(call, given, matrices, whole, columns)
+        yield offer or ({**matrices, **whole}, first)
+
+    def _offer(
+        self, call: Call, given: Mapping[int, Operand], matrices: Choice, whole: Choice,
+        columns: Sequence[tuple[int, Dim]],
+    ) -> tuple[Choice, CallStrategy] | None:  # fmt: skip
+        """Return the strategy in which vectors of these columns' size lie as they do, if any is split."""
+        split = self.candidates.beside([*whole], columns)
+        if not split:
+            return None
+        choice = {**matrices, **whole, **split}
+        found = self._ask(call, given, choice)
+        return found and (choice, found)
 
     def _ask(self, call: Call, given: Mapping[int, Operand], choice: Choice) -> CallStrategy | None:
         places = {**given, **{r: leaf.operand for r, leaf in choice.items()}}
