@@ -27,6 +27,7 @@ from shardlib.pipeline.cut import Cut
 from shardlib.pipeline.forward import (
     AllSent,
     Output,
+    OutputSpec,
     StageForward,
     block_of_output,
     block_that_crosses,
@@ -274,7 +275,19 @@ class PipelineStep:
         if self.train:
             self.kept[a.stage, a.micro] = kept
         for label, user in self.traffic.sends[a]:
-            self.messages.send(label, kept.made[label.output].detach(), self.ranks[user])
+            block, spec = kept.made[label.output].detach(), self.cuts[a.micro].spec(label.output)
+            self._refuse_unlike(a, block, spec, f"stage {user} expects {label.output.call} as")
+            self.messages.send(label, block, self.ranks[user])
+
+    def _refuse_unlike(self, a: Action, x: Tensor, spec: OutputSpec, expects: str) -> None:
+        """Refuse to send a block that is not as the cut says, for which its receivers wait."""
+        shape = spec.stored(self.inner)
+        if x.shape == shape and x.dtype == spec.dtype:
+            return
+        fix = "apply.stages.cuts.clear()  # cuts the module as it is now"
+        # other ranks are told this line alone
+        why = f"{expects} {spec.dtype}{[*shape]}, and it is {x.dtype}{[*x.shape]}: {fix}"
+        raise self._failed(a, ShardError(why, fix=fix))
 
     def _run_stage(self, a: Action, raws: dict[Output, Tensor]) -> Forwarded:
         """Run the function on one stage, with the blocks that it received."""
@@ -372,4 +385,6 @@ class PipelineStep:
             # a transfer has one dimension at least
             sent = wrap(raw[None], self.mesh)
             raw = unwrap(pbroadcast(sent, self.axis, self.ranks[-1]))[0]
+            a = Action("F", self.table.stages - 1, 0)
+            self._refuse_unlike(a, raw, spec, "every rank expects the result as")
         return spec.value(raw, self.mesh.without(self.axis))

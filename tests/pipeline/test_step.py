@@ -392,6 +392,101 @@ def _fails() -> str:
 
 
 def test_a_stage_that_raises_is_named_with_its_micro_batch() -> None:
+class _Wide(nn.Module):
+    """Returns more columns, or others, where it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.columns, self.dtype = nn.Linear(4, 4), 4, torch.float64
+
+    def forward(self, x: Any) -> Any:
+        return self.linear(x[:, :4].double()).repeat(1, 2)[:, : self.columns].to(self.dtype)
+
+
+def _changed(part: str, trains: bool, **how: Any) -> tuple[str, list[float]]:
+    """Change a module after its first step; say how the next one fails.
+
+    And the losses of the first step, and on simulated ranks of one after the error's fix.
+    """
+    torch.manual_seed(0)
+    net, x = nn.Sequential(*[_Wide() for _ in range(3)]).double(), torch.randn(4, 4).double()
+    cut = sl.Stages("pipe", cut=["0", "1", "2"], example=(x,))
+    apply, params = sl.parallelize(net, [("*", "...")], stages=cut)
+    step: Any = sl.value_and_grad(lambda p, x: apply(p, x).square().mean(), microbatches=2)
+    losses = []
+
+    def run() -> None:
+        if trains:
+            losses.append(float(step(params, x)[0]))
+        else:
+            with torch.no_grad():
+                losses.append(float(sl.unshard(apply(params, x)).sum()))
+
+    run()
+    vars(apply.module.get_submodule(part)).update(how)
+    try:
+        run()
+    except sl.ShardError as e:
+        if isinstance(e, sl.errors.StageFailed):
+            assert e.fix in e.message
+        said = f"{type(e).__name__}: {e.message}"
+        if sl.current_mesh().coord is None:
+            exec(e.fix, {"apply": apply})
+            run()
+        return said, losses
+    return "nothing", losses
+
+
+UNLIKE = [
+    (
+        ("0", True), {"columns": 6},
+        "stage 0 (0), forward of micro-batch 0: ShardError: stage 1 expects 0 as "
+        "torch.float64[2, 4], and it is torch.float64[2, 6]: ",
+    ),
+    (
+        ("1", True), {"dtype": torch.float32},
+        "stage 1 (1), forward of micro-batch 0: ShardError: stage 2 expects 1 as "
+        "torch.float64[2, 4], and it is torch.float32[2, 4]: ",
+    ),
+    (
+        ("2", False), {"columns": 6},
+        "stage 2 (2), forward of micro-batch 0: ShardError: every rank expects the result as "
+        "torch.float64[4, 4], and it is torch.float64[4, 6]: ",
+    ),
+    (
+        ("2", True), {"dtype": torch.float32},
+        "stage 2 (2), forward of micro-batch 0: ShardError: every rank expects the result as "
+        "torch.float64[], and it is torch.float32[]: ",
+    ),
+]  # fmt: skip
+
+
+def test_a_wrong_shape_between_stages_names_both_sides() -> None:
+    for at, how, why in UNLIKE[:2]:
+        with sl.simulate(pipe=3):
+            said, losses = _changed(*at, **how)
+        assert said.startswith("StageFailed: ") and why in said.replace("[1, 2, ", "[2, ")
+        # columns that the next stage does not read, and another dtype
+        assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+
+
+def _changed_and_stays(folder: Path, at: Any, how: dict[str, Any]) -> None:
+    said, _ = _changed(*at, **how)
+    (folder / str(sl.axis_index("pipe"))).write_text(said)
+
+
+@pytest.mark.parametrize(("at", "how", "why"), UNLIKE, ids=["sizes", "dtype", "result", "loss"])
+def test_a_wrong_shape_is_told_to_all_ranks_before_it_is_sent(
+    at: Any, how: dict[str, Any], why: str, tmp_path: Path, forked: None
+) -> None:
+    with pytest.raises(sl.errors.RankFailed, match=re.escape(why)):
+        sl.launch(_changed_and_stays, tmp_path, at, how, pipe=3, timeout=20.0)
+    for rank in range(3):
+        said = (tmp_path / str(rank)).read_text()
+        failed = "StageFailed" if str(rank) == at[0] else "RankFailed"
+        assert said.startswith(f"{failed}: ") and why in said and "apply.stages.cuts" in said
+
+
     with sl.simulate(pipe=3):
         assert _fails() == (
             "StageFailed: stage 2 (2), forward of micro-batch 2: ValueError: all zeros"
