@@ -117,6 +117,37 @@ def test_a_stage_keeps_the_micro_batches_of_its_table(name: str, size: int, micr
         assert max(most) <= table.held(rank) <= sum(most)
 
 
+def _on_their_way(name: str, micros: int) -> list[int]:
+    """The most micro-batches whose outputs, and gradients, are kept here until they have left."""
+    most = [0, 0]
+
+    class Noted(stages.PipelineStep):
+        def _do(self, a: Any) -> None:
+            super()._do(a)
+            ways: dict[str, set[Any]] = {"F": set(), "B": set()}
+            for label, _ in self.messages.leaving:
+                maker = self.cuts[0].owner[label.output.call]
+                stage = maker if label.direction == "F" else label.user
+                ways[label.direction].add((stage, label.micro))
+            most[:] = map(max, most, map(len, ways.values()))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stages, "PipelineStep", Noted)
+        assert _far(name, micros)[0] < 1e-12
+    return most
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb", "zbv", "dualpipev"])
+def test_messages_are_kept_of_no_more_micro_batches_than_the_table_holds(
+    name: str, pool: Any
+) -> None:
+    """Outputs: than the rank itself holds; gradients, on their way to others: than any rank does."""
+    table = schedule(name, 4, 16, SCHEDULES[name])
+    held = [table.held(rank) for rank in range(4)]
+    for rank, (outputs, gradients) in enumerate(pool.run(_on_their_way, name, 16, pipe=4)):
+        assert outputs <= held[rank] and gradients <= max(held) < 16
+
+
 REAL = [(name, {"pipe": 4}) for name in SCHEDULES]
 REAL += [(name, {"pipe": 2, "x": 2}) for name in ("1f1b", "interleaved", "zbv")]
 
@@ -361,37 +392,6 @@ class _Sour(nn.Module):
         return x
 
 
-def test_micro_batches_of_one_row_give_weights_their_gradients_later() -> None:
-    """The sum of a bias does not write to the gradient of its layer's result."""
-    torch.manual_seed(0)
-    net = nn.Sequential(*[nn.Linear(4, 4) for _ in range(2)]).double()
-    x = torch.randn(2, 4).double()
-    net(x).square().mean().backward()
-    with sl.simulate(pipe=2):
-        apply, params = sl.parallelize(
-            net, [("*", "...")], stages=sl.Stages("pipe", schedule="zb", example=(x,))
-        )
-        step = sl.value_and_grad(lambda p, x: apply(p, x).square().mean(), microbatches=2)
-        _, grads = step(params, x)
-    for n, p in net.named_parameters():
-        torch.testing.assert_close(sl.unshard(grads[n]), p.grad)
-
-
-def _fails() -> str:
-    net = nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(2)], _Sour())
-    mesh = sl.current_mesh()
-    stage = sl.Stages("pipe", cut=["0", "1", "2"], example=(torch.ones(2, 4),))
-    apply, params = sl.parallelize(net, [("*", "...")], mesh=mesh, stages=stage, src=0)
-    batch = torch.cat([torch.ones(4, 4), torch.zeros(2, 4), torch.ones(2, 4)])
-    step = sl.value_and_grad(lambda p, x: apply(p, x).square().mean(), microbatches=4)
-    try:
-        step(params, batch)
-    except sl.ShardError as e:
-        return f"{type(e).__name__}: {e.message}"
-    return "nothing"
-
-
-def test_a_stage_that_raises_is_named_with_its_micro_batch() -> None:
 class _Wide(nn.Module):
     """Returns more columns, or others, where it is told to."""
 
@@ -487,6 +487,37 @@ def test_a_wrong_shape_is_told_to_all_ranks_before_it_is_sent(
         assert said.startswith(f"{failed}: ") and why in said and "apply.stages.cuts" in said
 
 
+def test_micro_batches_of_one_row_give_weights_their_gradients_later() -> None:
+    """The sum of a bias does not write to the gradient of its layer's result."""
+    torch.manual_seed(0)
+    net = nn.Sequential(*[nn.Linear(4, 4) for _ in range(2)]).double()
+    x = torch.randn(2, 4).double()
+    net(x).square().mean().backward()
+    with sl.simulate(pipe=2):
+        apply, params = sl.parallelize(
+            net, [("*", "...")], stages=sl.Stages("pipe", schedule="zb", example=(x,))
+        )
+        step = sl.value_and_grad(lambda p, x: apply(p, x).square().mean(), microbatches=2)
+        _, grads = step(params, x)
+    for n, p in net.named_parameters():
+        torch.testing.assert_close(sl.unshard(grads[n]), p.grad)
+
+
+def _fails() -> str:
+    net = nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(2)], _Sour())
+    mesh = sl.current_mesh()
+    stage = sl.Stages("pipe", cut=["0", "1", "2"], example=(torch.ones(2, 4),))
+    apply, params = sl.parallelize(net, [("*", "...")], mesh=mesh, stages=stage, src=0)
+    batch = torch.cat([torch.ones(4, 4), torch.zeros(2, 4), torch.ones(2, 4)])
+    step = sl.value_and_grad(lambda p, x: apply(p, x).square().mean(), microbatches=4)
+    try:
+        step(params, batch)
+    except sl.ShardError as e:
+        return f"{type(e).__name__}: {e.message}"
+    return "nothing"
+
+
+def test_a_stage_that_raises_is_named_with_its_micro_batch() -> None:
     with sl.simulate(pipe=3):
         assert _fails() == (
             "StageFailed: stage 2 (2), forward of micro-batch 2: ValueError: all zeros"
