@@ -202,7 +202,7 @@ def throttled() -> Iterator[Costs]:
     do, costs = PipelineStep._do, defaultdict(list)
 
     def timed(self: PipelineStep, a: Action) -> None:
-        for label, _ in self.traffic.receives(a):
+        for label, _ in self.traffic.receives[a]:
             self.messages.here[label] = self.messages.take(label)
         began = time.perf_counter()
         time.sleep(SLEEPS[a.kind])

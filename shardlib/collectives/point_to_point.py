@@ -5,7 +5,7 @@ posted in the order of the sender's program, which the receiver knows, and no tr
 (NCCL has none).  Where one process runs all ranks, a message is handed over in memory.
 """
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +24,7 @@ _TAG = 1 << 21
 class Message(NamedTuple):
     """A block that a rank sends to another: its label, and the block's shape and dtype."""
 
-    label: Label
+    label: Any
     shape: tuple[int, ...]
     dtype: torch.dtype
 
@@ -32,11 +32,15 @@ class Message(NamedTuple):
 class Messages:
     """Messages of one program along an axis.
 
-    ``coming``  rank on the axis -> the messages that it sends here, in its order.
+    ``coming``   rank on the axis -> the messages that it sends here, in its order.
+    ``answers``  label of a message -> (label, rank) of those that its sender has taken before.
     """
 
-    def __init__(self, mesh: Mesh, axis: str, coming: Mapping[int, Iterator[Message]]) -> None:
-        self.coming = coming
+    def __init__(
+        self, mesh: Mesh, axis: str, coming: Mapping[int, Iterator[Message]],
+        answers: Mapping[Label, Sequence[tuple[Label, int]]],
+    ) -> None:  # fmt: skip
+        self.coming, self.answers = coming, answers
         self.group: Any = group(mesh, (axis,)) if spans_processes(mesh) else None
         self.device = mesh.device
         self.here: dict[Label, Tensor] = {}
@@ -44,7 +48,7 @@ class Messages:
         self.leaving: dict[tuple[Label, int], tuple[Any, Tensor, tuple[Any, ...]]] = {}
 
     def send(self, label: Label, block: Tensor, to: int) -> None:
-        """Post a message; the block is kept until ``answered`` or ``finish``."""
+        """Post a message; the block is kept until it is answered, or ``finish``."""
         g = self.group
         if g is None or to == g.index:
             # the receiver may write to its block in place
@@ -73,20 +77,22 @@ class Messages:
             return self.here.pop(label)
         work, block, entry = self.posted.pop(label)
         self._wait(work, entry)
+        for answered in self.answers.get(label, ()):
+            self._release(answered)
         return block
-
-    def answered(self, label: Label, by: int) -> None:
-        """Release the block of a message whose receiver has answered it: it has left."""
-        if (label, by) in self.leaving:
-            work, _, entry = self.leaving.pop((label, by))
-            self._wait(work, entry)
 
     def finish(self) -> None:
         """Wait until all blocks have left."""
-        for label, to in list(self.leaving):
-            self.answered(label, to)
+        for label in [*self.leaving]:
+            self._release(label)
         # the lists may refer to what owns these messages, whose memory would wait for the collector
         self.coming = {}
+
+    def _release(self, label: tuple[Label, int]) -> None:
+        """Release a block that has left, or is about to."""
+        if label in self.leaving:
+            work, _, entry = self.leaving.pop(label)
+            self._wait(work, entry)
 
     def _wait(self, work: Any, entry: tuple[Any, ...]) -> None:
         try:

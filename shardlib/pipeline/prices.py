@@ -52,9 +52,6 @@ class _Mail(dict[Any, tuple[torch.Size, torch.dtype]]):
         shape, dtype = self.pop(label)
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    def answered(self, label: object, by: int) -> None:
-        """Release nothing."""
-
 
 class _PaperStep(PipelineStep):
     """A step on shapes, of one micro-batch for each way in which the schedule computes gradients.

@@ -27,6 +27,7 @@ from shardlib.pipeline.cut import Cut
 from shardlib.pipeline.forward import (
     AllSent,
     Output,
+    OutputSpec,
     StageForward,
     block_of_output,
     block_that_crosses,
@@ -73,6 +74,7 @@ class Traffic:
     ``receives``  of an action: (label, the stage that sends it) of each message that it needs.
     ``sends``     of an action: (label, the stage that gets it) of each message that it sends.
     ``between``   (rank, rank) -> what the first sends to the second, in the order of its actions.
+    ``answers``   label -> messages that its sender took before: they have left when it is there.
     ``actions``   of all ranks, in the order of a timeline; ``own`` those of the ranks ``here``.
     ``ends``      of ``own``, see ``last_gradients``.
     """
@@ -101,6 +103,13 @@ class Traffic:
                 message = Message(label, spec.stored(inner), spec.dtype)
                 self.between[table.ranks[a.stage], table.ranks[stage]].append(message)
         self.own = [a for a in self.actions if table.ranks[a.stage] in here]
+        sent = {x: i for i, a in enumerate(self.actions) for x, _ in self.sends[a]}
+        taken = {x: i for i, a in enumerate(self.actions) for x, _ in self.receives[a]}
+        self.answers: dict[Any, list[tuple[Crossing, int]]] = defaultdict(list)
+        for (source, to), row in [*self.between.items()]:
+            for x in (m.label for m in row):
+                back = (m.label for m in self.between[to, source] if sent[m.label] >= taken[x])
+                self.answers[min(back, key=taken.__getitem__, default=None)].append((x, to))
         self.ends = last_gradients(self.own, cuts)
 
 
@@ -130,8 +139,7 @@ class PipelineStep:
         self.mesh, self.inner, self.axis = pipeline.mesh, pipeline.inner, pipeline.stages.axis
         self.real = spans_processes(self.mesh)
         self.ranks = self.table.ranks
-        draws = (c.draws for c in self.cuts)
-        self.firsts = [*accumulate(draws, initial=Draws.begun(self.inner))]
+        self.firsts = [*accumulate((c.draws for c in self.cuts), initial=Draws.begun(self.inner))]
         self.draws = self.firsts[-1] > self.firsts[0]
         # runs the module on blocks alone
         self.blocks: Any = None
@@ -144,7 +152,7 @@ class PipelineStep:
         self.lines: list[Any] = [t for t in scope().listeners.traces if hasattr(t, "phase")]
         here = pipeline.here
         coming = {r: self._coming(r, min(here)) for r in {*self.ranks} - here}
-        self.messages = Messages(self.mesh, self.axis, coming)
+        self.messages = Messages(self.mesh, self.axis, coming, traffic.answers)
 
     def run(self) -> Any:
         """Perform all actions; return the loss, of forwards alone the result, on every rank."""
@@ -274,7 +282,19 @@ class PipelineStep:
         if self.train:
             self.kept[a.stage, a.micro] = kept
         for label, user in self.traffic.sends[a]:
-            self.messages.send(label, kept.made[label.output].detach(), self.ranks[user])
+            block, spec = kept.made[label.output].detach(), self.cuts[a.micro].spec(label.output)
+            self._refuse_unlike(a, block, spec, f"stage {user} expects {label.output.call} as")
+            self.messages.send(label, block, self.ranks[user])
+
+    def _refuse_unlike(self, a: Action, x: Tensor, spec: OutputSpec, expects: str) -> None:
+        """Refuse to send a block that is not as the cut says, for which its receivers wait."""
+        shape = spec.stored(self.inner)
+        if x.shape == shape and x.dtype == spec.dtype:
+            return
+        fix = "apply.stages.cuts.clear()  # cuts the module as it is now"
+        # other ranks are told this line alone
+        why = f"{expects} {spec.dtype}{[*shape]}, and it is {x.dtype}{[*x.shape]}: {fix}"
+        raise self._failed(a, ShardError(why, fix=fix))
 
     def _run_stage(self, a: Action, raws: dict[Output, Tensor]) -> Forwarded:
         """Run the function on one stage, with the blocks that it received."""
@@ -328,10 +348,7 @@ class PipelineStep:
     def _backward(self, a: Action) -> None:
         kept, split = self.kept.pop((a.stage, a.micro)), a.kind == "I"
         # an output that several stages use is there for each of them
-        ends: list[tuple[Tensor, Tensor]] = []
-        for label, user in self.traffic.receives[a]:
-            ends.append((kept.made[label.output], self.messages.take(label)))
-            self.messages.answered(label._replace(direction="F"), self.ranks[user])
+        ends = [(kept.made[x.output], self.messages.take(x)) for x, _ in self.traffic.receives[a]]
         if kept.loss is not None:
             ends.append((kept.loss, torch.ones_like(kept.loss)))
         ends = [(x, g) for x, g in ends if x.requires_grad]
@@ -368,6 +385,8 @@ class PipelineStep:
         raw = torch.zeros(spec.stored(self.inner), dtype=spec.dtype, device=self.inner.device)
         if x is not None:
             raw = block_of_output(x).detach()
+            a = Action("F", self.table.stages - 1, 0)
+            self._refuse_unlike(a, raw, spec, "every rank expects the result as")
         with bind(self.mesh):
             # a transfer has one dimension at least
             sent = wrap(raw[None], self.mesh)

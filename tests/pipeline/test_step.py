@@ -117,6 +117,37 @@ def test_a_stage_keeps_the_micro_batches_of_its_table(name: str, size: int, micr
         assert max(most) <= table.held(rank) <= sum(most)
 
 
+def _on_their_way(name: str, micros: int) -> list[int]:
+    """The most micro-batches whose outputs, and gradients, are kept here until they have left."""
+    most = [0, 0]
+
+    class Noted(stages.PipelineStep):
+        def _do(self, a: Any) -> None:
+            super()._do(a)
+            ways: dict[str, set[Any]] = {"F": set(), "B": set()}
+            for label, _ in self.messages.leaving:
+                maker = self.cuts[0].owner[label.output.call]
+                stage = maker if label.direction == "F" else label.user
+                ways[label.direction].add((stage, label.micro))
+            most[:] = map(max, most, map(len, ways.values()))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stages, "PipelineStep", Noted)
+        assert _far(name, micros)[0] < 1e-12
+    return most
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb", "zbv", "dualpipev"])
+def test_messages_are_kept_of_no_more_micro_batches_than_the_table_holds(
+    name: str, pool: Any
+) -> None:
+    """Outputs: than the rank itself holds; gradients, on their way to others: than any rank does."""
+    table = schedule(name, 4, 16, SCHEDULES[name])
+    held = [table.held(rank) for rank in range(4)]
+    for rank, (outputs, gradients) in enumerate(pool.run(_on_their_way, name, 16, pipe=4)):
+        assert outputs <= held[rank] and gradients <= max(held) < 16
+
+
 REAL = [(name, {"pipe": 4}) for name in SCHEDULES]
 REAL += [(name, {"pipe": 2, "x": 2}) for name in ("1f1b", "interleaved", "zbv")]
 
@@ -359,6 +390,101 @@ class _Sour(nn.Module):
         if not raw.is_meta and float(raw.detach().sum()) == 0:
             raise ValueError("all zeros")
         return x
+
+
+class _Wide(nn.Module):
+    """Returns more columns, or others, where it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.columns, self.dtype = nn.Linear(4, 4), 4, torch.float64
+
+    def forward(self, x: Any) -> Any:
+        return self.linear(x[:, :4].double()).repeat(1, 2)[:, : self.columns].to(self.dtype)
+
+
+def _changed(part: str, trains: bool, **how: Any) -> tuple[str, list[float]]:
+    """Change a module after its first step; say how the next one fails.
+
+    And the losses of the first step, and on simulated ranks of one after the error's fix.
+    """
+    torch.manual_seed(0)
+    net, x = nn.Sequential(*[_Wide() for _ in range(3)]).double(), torch.randn(4, 4).double()
+    cut = sl.Stages("pipe", cut=["0", "1", "2"], example=(x,))
+    apply, params = sl.parallelize(net, [("*", "...")], stages=cut)
+    step: Any = sl.value_and_grad(lambda p, x: apply(p, x).square().mean(), microbatches=2)
+    losses = []
+
+    def run() -> None:
+        if trains:
+            losses.append(float(step(params, x)[0]))
+        else:
+            with torch.no_grad():
+                losses.append(float(sl.unshard(apply(params, x)).sum()))
+
+    run()
+    vars(apply.module.get_submodule(part)).update(how)
+    try:
+        run()
+    except sl.ShardError as e:
+        if isinstance(e, sl.errors.StageFailed):
+            assert e.fix in e.message
+        said = f"{type(e).__name__}: {e.message}"
+        if sl.current_mesh().coord is None:
+            exec(e.fix, {"apply": apply})
+            run()
+        return said, losses
+    return "nothing", losses
+
+
+UNLIKE = [
+    (
+        ("0", True), {"columns": 6},
+        "stage 0 (0), forward of micro-batch 0: ShardError: stage 1 expects 0 as "
+        "torch.float64[2, 4], and it is torch.float64[2, 6]: ",
+    ),
+    (
+        ("1", True), {"dtype": torch.float32},
+        "stage 1 (1), forward of micro-batch 0: ShardError: stage 2 expects 1 as "
+        "torch.float64[2, 4], and it is torch.float32[2, 4]: ",
+    ),
+    (
+        ("2", False), {"columns": 6},
+        "stage 2 (2), forward of micro-batch 0: ShardError: every rank expects the result as "
+        "torch.float64[4, 4], and it is torch.float64[4, 6]: ",
+    ),
+    (
+        ("2", True), {"dtype": torch.float32},
+        "stage 2 (2), forward of micro-batch 0: ShardError: every rank expects the result as "
+        "torch.float64[], and it is torch.float32[]: ",
+    ),
+]  # fmt: skip
+
+
+def test_a_wrong_shape_between_stages_names_both_sides() -> None:
+    for at, how, why in UNLIKE[:2]:
+        with sl.simulate(pipe=3):
+            said, losses = _changed(*at, **how)
+        assert said.startswith("StageFailed: ") and why in said.replace("[1, 2, ", "[2, ")
+        # columns that the next stage does not read, and another dtype
+        assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+
+
+def _changed_and_stays(folder: Path, at: Any, how: dict[str, Any]) -> None:
+    said, _ = _changed(*at, **how)
+    (folder / str(sl.axis_index("pipe"))).write_text(said)
+
+
+@pytest.mark.parametrize(("at", "how", "why"), UNLIKE, ids=["sizes", "dtype", "result", "loss"])
+def test_a_wrong_shape_is_told_to_all_ranks_before_it_is_sent(
+    at: Any, how: dict[str, Any], why: str, tmp_path: Path, forked: None
+) -> None:
+    with pytest.raises(sl.errors.RankFailed, match=re.escape(why)):
+        sl.launch(_changed_and_stays, tmp_path, at, how, pipe=3, timeout=20.0)
+    for rank in range(3):
+        said = (tmp_path / str(rank)).read_text()
+        failed = "StageFailed" if str(rank) == at[0] else "RankFailed"
+        assert said.startswith(f"{failed}: ") and why in said and "apply.stages.cuts" in said
 
 
 def test_micro_batches_of_one_row_give_weights_their_gradients_later() -> None:
