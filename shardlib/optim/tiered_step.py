@@ -317,7 +317,7 @@ def _eager(
     missing = {cache.chunk_of[names[0]]: set(names) for names in _by_chunk(cache, params)}
     came: dict[str, tuple[Ticket, Tensor]] = {}
     tickets: dict[str, Ticket] = {}
-    norms = GlobalNorms(params)
+    norms, begun = GlobalNorms(params), replace(step)
 
     def update(chunk: str) -> None:
         names = tuple(b.name for b in cache.chunks[chunk] if b.name in params)
@@ -331,10 +331,10 @@ def _eager(
         # at most two chunks' gradients wait for their update
         for old in list(tickets.values())[:-1]:
             old.on_host()
-        # the first one fills it in
+        # the first one fills it in, and what it has there meanwhile is not for the others
         filled = step
         if tickets:
-            filled = replace(step)
+            filled = replace(begun)
         tickets[chunk] = by._post(cache, norms, trees, filled, after)
 
     def arrived(name: str, ticket: Ticket, row: Tensor) -> None:
