@@ -21,7 +21,7 @@ from shardlib.errors import ShardError
 from shardlib.mesh import Mesh
 from shardlib.optim.buckets import Bucket, Index, Memory, Room
 from shardlib.optim.norms import over_ranks
-from shardlib.tiers.buffers import Buffers
+from shardlib.tiers.buffers import Buffers, host_memory
 from shardlib.tiers.depth import Times
 from shardlib.tiers.ledger import Ledger
 from shardlib.tiers.mover import Mover, Ticket
@@ -45,8 +45,25 @@ class _Copy(NamedTuple):
     versions: dict[str, int]
 
 
-class GradientMemory(Memory):
-    """A pool of exact sizes, entered in the ledger."""
+class ExactMemory(Memory):
+    """A pool of vectors in host memory, each lent for its own size alone."""
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return an uninitialised contiguous tensor; pass it to ``give`` after the last read."""
+        n = torch.Size(shape).numel()
+        rows = self.free.setdefault((dtype, device), [])
+        if not any(t.numel() == n for t in rows):
+            rows.append(self._made(n, dtype, device))
+        base = rows.pop(next(i for i, t in enumerate(rows) if t.numel() == n))
+        self.lent.add(base.untyped_storage()._cdata)
+        return base.view(tuple(shape))
+
+    def _made(self, n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return host_memory(n, dtype, device)[0]
+
+
+class GradientMemory(ExactMemory):
+    """A pool in the device's memory, entered in the ledger."""
 
     def __init__(self, ledger: Ledger, shares: int, spare: Callable[[int], object]) -> None:
         super().__init__()
@@ -54,17 +71,7 @@ class GradientMemory(Memory):
         self.entered: list[int] = []
         weakref.finalize(self, _leave_all, ledger, self.entered).atexit = False
 
-    def take(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return an uninitialised vector; pass it to ``give`` after the last read."""
-        n = torch.Size(shape).numel()
-        rows = self.free.setdefault((dtype, device), [])
-        if not any(t.numel() == n for t in rows):
-            self._allocate(n, dtype, device)
-        base = rows.pop(next(i for i, t in enumerate(rows) if t.numel() == n))
-        self.lent.add(base.untyped_storage()._cdata)
-        return base.view(tuple(shape))
-
-    def _allocate(self, n: int, dtype: torch.dtype, device: torch.device) -> None:
+    def _made(self, n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         nbytes = n * dtype.itemsize // self.shares
         if nbytes > self.ledger.left("device"):
             self.trim()
@@ -73,8 +80,7 @@ class GradientMemory(Memory):
         self.ledger.enter("device", "gradients", nbytes)
         self.entered.append(nbytes)
         with torch.inference_mode(False):
-            made = torch.empty(n, dtype=dtype, device=device)
-        self.free[dtype, device].append(made)
+            return torch.empty(n, dtype=dtype, device=device)
 
     def trim(self) -> None:
         """Free the vectors that are not lent."""

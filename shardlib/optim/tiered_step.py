@@ -21,8 +21,8 @@ from torch import Tensor
 from shardlib.collectives import holds_values, spans_processes, storage_shape
 from shardlib.errors import ShardError, Unsupported
 from shardlib.mesh import Mesh, rank_along, within
-from shardlib.optim.buckets import Bucket, Buckets, Index, Memory, State, Tree, parts_of
-from shardlib.optim.chunk_cache import ChunkCache, part_bytes
+from shardlib.optim.buckets import Bucket, Buckets, Index, State, Tree, parts_of
+from shardlib.optim.chunk_cache import ChunkCache, ExactMemory, part_bytes
 from shardlib.optim.index import ZeroSettings
 from shardlib.optim.norms import global_norm, run_measured
 from shardlib.optim.precision import with_master
@@ -36,20 +36,6 @@ from shardlib.tiers.rows import RowSize, TierRow
 
 GROUP = 1 << 20
 """Bytes of parameters below which Python takes longer than the update itself."""
-
-
-class HostMemory(Memory):
-    """A pool of vectors in host memory."""
-
-    def take(self, shape: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return an uninitialised contiguous tensor; pass it to ``give`` after the last read."""
-        n = torch.Size(shape).numel()
-        rows = self.free.setdefault((dtype, device), [])
-        if not any(t.numel() == n for t in rows):
-            rows.append(host_memory(n, dtype, device)[0])
-        base = rows.pop(next(i for i, t in enumerate(rows) if t.numel() == n))
-        self.lent.add(base.untyped_storage()._cdata)
-        return base.view(tuple(shape))
 
 
 class GlobalNorms:
@@ -96,7 +82,7 @@ class TieredParameters(SplitParameters):
     def __init__(self, how: ZeroSettings, tiers: Tiers) -> None:
         super().__init__(how)
         self.tiers = tiers
-        self.inner = with_master(how.tx, how.master, how.axes, HostMemory())
+        self.inner = with_master(how.tx, how.master, how.axes, ExactMemory())
         # structure of a state -> whether chunks are updated one by one
         self.split: dict[Any, bool] = {}
 
@@ -317,7 +303,7 @@ def _eager(
     missing = {cache.chunk_of[names[0]]: set(names) for names in _by_chunk(cache, params)}
     came: dict[str, tuple[Ticket, Tensor]] = {}
     tickets: dict[str, Ticket] = {}
-    norms = GlobalNorms(params)
+    norms, begun = GlobalNorms(params), replace(step)
 
     def update(chunk: str) -> None:
         names = tuple(b.name for b in cache.chunks[chunk] if b.name in params)
@@ -331,10 +317,10 @@ def _eager(
         # at most two chunks' gradients wait for their update
         for old in list(tickets.values())[:-1]:
             old.on_host()
-        # the first one fills it in
+        # the first one fills it in, and what it has there meanwhile is not for the others
         filled = step
         if tickets:
-            filled = replace(step)
+            filled = replace(begun)
         tickets[chunk] = by._post(cache, norms, trees, filled, after)
 
     def arrived(name: str, ticket: Ticket, row: Tensor) -> None:

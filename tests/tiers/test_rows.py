@@ -58,6 +58,22 @@ def test_training_with_rows_on_the_disk_is_training_in_memory(
             assert tiers.ledger.peak["disk"] == numbers * rest * (1 + durable)
 
 
+def test_a_slow_update_keeps_no_buffers_of_its_rows(tmp_path: Path) -> None:
+    """The least budget has bytes for one chunk: the next update begins with none of those before."""
+
+    def rate(count: int) -> float:
+        if threading.current_thread() is not threading.main_thread():
+            time.sleep(0.03)
+        return 0.01
+
+    mesh, dtype = {"data": 2, "x": 1}, torch.bfloat16
+    few = least_host(mesh, tmp_path, 6, dtype, "fp32")
+    with sl.simulate(**mesh):
+        want = stepped(o.adamw(rate), in_memory(), dtype, master="fp32")
+        tiers = o.Tiers(host=few, disk=tmp_path)
+        assert differing(want, stepped(o.adamw(rate), tiers, dtype, master="fp32")) == []
+
+
 @pytest.mark.parametrize("more", [0, 1, 3])
 def test_an_explanation_says_what_is_on_the_disk_and_moves(more: int, tmp_path: Path) -> None:
     mesh = {"data": 2, "x": 1}
