@@ -91,14 +91,13 @@ def stage() -> Iterator[tuple[Any, list[str]]]:
     ends = [*range(1, stages), len(WIDTHS) - 1]
     mine = [f"layers.{i}.{k}" for i in range(at, ends[at]) for k in ("weight", "bias")]
     assert inner.outer is not None
-    inner.outer.staged = False
+    # the mesh is kept: others may have left it frozen, and others use it afterwards
+    inner.outer.__init__(inner.outer.mesh, inner.outer.axis)
     inner.outer.hold(mesh, {TIED: (0, stages - 1)}, at)
     try:
         yield inner, [TIED, *mine] if at in (0, stages - 1) else mine
     finally:
-        inner.outer.__init__(
-            inner.outer.mesh, inner.outer.axis
-        )  # the mesh is kept, and other tests use it
+        inner.outer.__init__(inner.outer.mesh, inner.outer.axis)
 
 
 def taken(tx: Any, params: Any, given: dict[str, Tensor]) -> Any:
