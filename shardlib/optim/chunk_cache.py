@@ -414,7 +414,8 @@ class ChunkCache:
 
     def _measured(self) -> None:
         """Choose the depth from a step that repeated the one before it: the most of all ranks'."""
-        mine = torch.tensor(self.times.depth(self.trace), dtype=torch.float64)
+        depth = self.times.depth(self.trace)
+        mine = torch.tensor(depth, dtype=torch.float64, device=self.device)
         self.depth = int(over_ranks([mine] * self.shares, self.mesh, pmax))
         self.times.clear(False)
 
