@@ -127,11 +127,14 @@ class TieredRoom(Room):
     def spare(self, nbytes: int) -> None:
         """Free bytes of the device tier.
 
-        Chunks of other models go first, then incomplete gradients, which are sent to the host, then
-        chunks of this one.
+        Gradients that are on their way are waited for.  Chunks of other models go next, then
+        incomplete gradients, which are sent to the host, then chunks of this one.
         """
         self.trim()
         ledger = self.cache.ledger
+        while nbytes > ledger.left("device") and (under_way := len(self.flying) + len(self.sent)):
+            self.settle(under_way - 1)
+            self.trim()
         self.asks = True
         ledger.free(nbytes)
         self.asks = False

@@ -11,4 +11,5 @@ if "tests.accelerator.pretend" not in sys.modules:
         "pretend.py",
         "steps.py",
         "streams.py",
+        "tiers.py",
     ]
