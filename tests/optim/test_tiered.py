@@ -414,10 +414,13 @@ def test_a_process_held_to_the_budget_trains_eight_times_the_device() -> None:
 # ---------------------------------------------------------------- interrupted
 
 INTERRUPTED = """
-import gc, os, sys, threading, time
+import gc, os, signal, sys, threading, time
 import torch
 import shardlib as sl
 from tests.optim.test_tiered import clipped, model
+
+# a job in the background of a shell begins with this signal ignored
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 def shared():
     return sum("/dev/zero" in line for line in open("/proc/self/maps"))
