@@ -14,6 +14,8 @@ THREAD = "the thread that holds it runs the model, each wait of which has a cloc
 JOB = "a copy or an update in this process, which waits for nothing that has no clock"
 SHORT = "it is held for some lines that wait for nothing"
 
+GENERATION = "a job waits for other ranks until the timeout of its rows"
+
 OTHER_CLOCKS = [
     ("collectives/posted.py", "self.wait()", TRANSFER),
     ("collectives/point_to_point.py", "work.wait()", TRANSFER),
@@ -43,7 +45,14 @@ OTHER_CLOCKS = [
     ("checkpoint/*.py", "part.get()", "it reads a tensor of this process"),
     ("checkpoint/huggingface.py", "x.get()", "it reads a tensor of this process"),
     ("checkpoint/folder.py", "self.due.get()", "an idle daemon thread, which ends with its Behind"),
-    ("tiers/disk.py", "copy.ticket.wait()", "a job waits for other ranks until the timeout of its rows"),
+    ("tiers/disk.py", "copy.ticket.wait()", GENERATION),
+    ("tiers/rows.py", "self.committed.wait()", GENERATION),
+    ("optim/tiered*.py", "*cache.store.wait()", GENERATION),
+    ("tiers/rows.py", "self.disk.read(*).wait()", JOB),
+    ("tiers/rows.py", "self._read(*).wait()", JOB),
+    ("tiers/rows.py", "ticket.finished.wait()", JOB),
+    ("tiers/rows.py", "ticket.wait()", JOB),
+    ("tiers/rows.py", "end.wait()", JOB),
     ("optim/chunk_cache.py", "*.ticket.wait()", JOB),
     ("optim/chunk_cache.py", "ticket.wait()", JOB),
     ("optim/tiered*.py", "*.submit(*).wait()", JOB),
