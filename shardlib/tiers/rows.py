@@ -73,8 +73,8 @@ def divided(
     Raises: ShardError for a budget that has no bytes for the buffers.
 
     >>> rows = {n: RowSize(n[0], "state", 10) for n in ("a m", "a v", "b m", "b v")}
-    >>> divided(rows, 200, {"a": 10, "b": 10}, 0).away, sorted(divided(rows, 70, {}, 0).away)
-    (frozenset(), ['b m', 'b v'])
+    >>> divided(rows, 200, {"a": 10, "b": 10}, 0).away, sorted(divided(rows, 35, {}, 0).away)
+    (frozenset(), ['a m', 'a v', 'b m', 'b v'])
     """
     waiting = sum(gradients.values())
     total = sum(r.nbytes for r in rows.values())
