@@ -427,7 +427,8 @@ class DiskRows:
         self._check()
         mover, held = self._mover[name]
         args = name, data, copy, torch.frombuffer(held, dtype=torch.uint8), user_line()
-        return mover.submit(partial(job, *args), data.numel(), after)
+        # never at once in the caller: a write may wait for other ranks
+        return mover.submit(partial(job, *args), 0, after)
 
     @torch.inference_mode()
     def _write(self, name: str, data: Tensor, copy: RowCopy, held: Tensor, line: str) -> None:
