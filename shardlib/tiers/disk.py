@@ -427,8 +427,7 @@ class DiskRows:
         self._check()
         mover, held = self._mover[name]
         args = name, data, copy, torch.frombuffer(held, dtype=torch.uint8), user_line()
-        # never at once in the caller: a write may wait for other ranks
-        return mover.submit(partial(job, *args), 0, after)
+        return mover.submit(partial(job, *args), data.numel(), after)
 
     @torch.inference_mode()
     def _write(self, name: str, data: Tensor, copy: RowCopy, held: Tensor, line: str) -> None:

@@ -20,7 +20,7 @@ from shardlib.collectives import Moment
 from shardlib.errors import user_line
 
 SMALL = 1 << 16
-"""Bytes that are copied at once, by the caller, where no job is before them."""
+"""Bytes of a copy that takes less time than to wake a thread."""
 
 
 class Ticket:
@@ -60,6 +60,8 @@ class Mover:
     """A thread, or a stream of an accelerator, that runs jobs one after another.
 
     ``rate``   bytes a second to which a thread is held, in place of a link; None: any.
+    ``small``  bytes of jobs that the caller runs at once, where none is before them: of copies, as
+               a job that waits would have the caller wait.
     ``moved``  bytes so far.
 
     >>> mover = Mover("copies", torch.device("cpu"))
@@ -68,8 +70,10 @@ class Mover:
     >>> mover.close()
     """
 
-    def __init__(self, name: str, device: torch.device, rate: float | None = None) -> None:
-        self.name, self.moved, self.rate = name, 0, rate
+    def __init__(
+        self, name: str, device: torch.device, rate: float | None = None, small: int = 0
+    ) -> None:
+        self.name, self.moved, self.rate, self.small = name, 0, rate, small
         # of the last job; its ticket would keep memory alive
         self.last: threading.Event | None = None
         self.stream: Any = None
@@ -90,10 +94,9 @@ class Mover:
         """Run a job after all those before it, and after those of other movers in ``after``."""
         ticket = Ticket(user_line())
         self.moved += nbytes
-        if 0 < nbytes <= SMALL and self.stream is None and self.rate is None:
+        if 0 < nbytes <= self.small and self.stream is None and self.rate is None:
             ended = self.last is None or self.last.is_set()
             if ended and all(t.finished.is_set() and t.error is None for t in after):
-                # to wake a thread takes longer
                 ticket.result = job()
                 ticket.finished.set()
                 return ticket

@@ -78,7 +78,7 @@ def test_the_thread_ends_with_its_mover() -> None:
 
 def test_a_small_copy_passes_no_job_that_is_under_way() -> None:
     """It runs at once where nothing is before it, else in order."""
-    mover, other = Mover("copies", torch.device("cpu")), Mover("updates", torch.device("cpu"))
+    mover, other = Mover("copies", CPU, small=8), Mover("updates", CPU)
     go, order = threading.Event(), list[str]()
     assert mover.submit(lambda: order.append("alone"), 8).finished.is_set()
     mover.submit(go.wait)
