@@ -509,7 +509,7 @@ class Buckets(dict[str, Any]):
         for bucket in self.index:
             x = self[bucket.name]
             since = getattr(x.facts and x.facts.read, "since", None)
-            late = _LateBlocks(self.subset((bucket.name,)), held, since and since())
+            late = _LateBlocks(self.subset((bucket.name,)), held, since)
             for slot in bucket.slots:
                 item = self.index.items[slot.leaves[0]]
                 place = item.place_in(item.layout, self.mesh)

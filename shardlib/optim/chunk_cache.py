@@ -156,16 +156,13 @@ class TieredRoom(Room):
         self.cache.spare(nbytes, all_of_it=True)
 
     def settle(self, most: int) -> None:
-        """Wait for gradients on their way until at most so many are left, and send what is summed."""
-        while len(self.flying) + len(self.sent) > most:
-            if self.sent:
-                ticket, out = self.sent.pop(0)
-                ticket.wait()
-                self.memory.give(out)
-            else:
-                self.flying.pop(0)()
+        """Send what is summed, and wait for gradients on their way until at most so many are left."""
         while self.flying:
             self.flying.pop(0)()
+        while len(self.sent) > most:
+            ticket, out = self.sent.pop(0)
+            ticket.wait()
+            self.memory.give(out)
 
     def send(self, name: str, out: Tensor) -> tuple[Ticket, Tensor]:
         """Post the copy of a reduced gradient to a row of the host, which is returned."""

@@ -259,9 +259,8 @@ def multi_steps(tx: Transform, every: int) -> Transform:
             t.zero_()
         return begun(total, inner)
 
-    # of a run that was killed within a cycle the cycle begins again: nothing of it is kept
-    copied = {"groups": tx.groups, "sink": tx.sink, "shard": tx.shard}
-    return Transform(init, update, tx.trait, donate, **copied)
+    # of a run that was killed within a cycle the cycle begins again
+    return Transform(init, update, tx.trait, donate, **handed_on(tx, begins_again=True))
 
 
 def _lie_alike(total: Tree, grads: Tree) -> bool:

@@ -32,7 +32,7 @@ from shardlib.optim.stage3 import (
 from shardlib.tensor import Facts, ShardedTensor
 from shardlib.tensor.place import Place
 from shardlib.tiers.ledger import Ledger
-from shardlib.tiers.mover import Mover
+from shardlib.tiers.mover import SMALL, Mover
 from shardlib.tiers.rows import TierRow
 
 
@@ -101,7 +101,8 @@ class Tiers:
     def movers(self, device: torch.device) -> Movers:
         """Return the movers of a device; threads are started at the first call."""
         if device not in self._movers:
-            loads, gradients = (Mover(n, device, self.rate) for n in ("loads", "gradients"))
+            names = "loads", "gradients"
+            loads, gradients = (Mover(n, device, self.rate, SMALL) for n in names)
             updates = Mover("updates", torch.device("cpu"))
             self._movers[device] = Movers(loads, gradients, updates)
         return self._movers[device]
@@ -125,14 +126,11 @@ class RowRead:
         self.cache.store.fill(self.row, value)
 
     @property
-    def since(self) -> Callable[[], Callable[[], None]] | None:
+    def since(self) -> Callable[[], None] | None:
         """Return a check that no step was made since, where rows are read from a disk when asked for."""
-        if self.cache.store.disk is None:
-            return None
-        return self._checked
-
-    def _checked(self) -> Callable[[], None]:
         cache, steps = self.cache, self.cache.steps
+        if cache.store.disk is None:
+            return None
 
         def check() -> None:
             if cache.steps != steps:

@@ -176,13 +176,14 @@ def stateless(f: Callable[[Tree], Tree], trait: str = "elementwise") -> Transfor
     )
 
 
-def handed_on(tx: Transform) -> dict[str, Any]:
+def handed_on(tx: Transform, begins_again: bool = False) -> dict[str, Any]:
     """List the fields that a wrapping transform copies.
 
+    ``begins_again``  whether a run that is taken up may begin without the wrapping one's state.
     Raises: Unsupported for one whose steps outlive their process, and of a wrapping one none would.
     """
     alone = getattr(getattr(tx.shard, "__self__", None), "alone", None)
-    if alone is not None:
+    if alone is not None and not begins_again:
         alone()
     return {"groups": tx.groups, "sink": tx.sink, "shard": tx.shard}
 
