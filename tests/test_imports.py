@@ -14,6 +14,7 @@ PACKAGE = ROOT / "shardlib"
 ORDER = [  # each may import from those before it
     "errors",
     "optional",
+    "toml_text",
     "filesystem",
     "_compat",
     "opspec",

@@ -6,12 +6,11 @@
 import argparse
 import inspect
 import itertools
-import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from shardlib import optim
+from shardlib import optim, toml_text
 from shardlib.checkpoint import load_hf
 from shardlib.command import datasets, from_config
 from shardlib.command.config import (
@@ -168,8 +167,12 @@ def _tables(
     """Yield the lines of a table and of each table in it."""
     lines = []
     if path:
-        lines.append(f"[{'.'.join(map(_bare, path))}]")
-    lines += [f"{_bare(k)} = {_value(v)}" for k, v in table.items() if not isinstance(v, Mapping)]
+        lines.append(f"[{'.'.join(map(toml_text.key, path))}]")
+    lines += [
+        f"{toml_text.key(k)} = {toml_text.value(v)}"
+        for k, v in table.items()
+        if not isinstance(v, Mapping)
+    ]
     variant = table.get("name", table.get("recipe"))
     for key in known:
         base, _, which = key.table.partition(", ")
@@ -189,26 +192,7 @@ def _as_toml(text: str) -> str:
         return {"None": ""}.get(text, text.lower())
     if re.match(r"[-+\d(\[{]", text):
         return text
-    return _value(text)
-
-
-def _bare(key: str) -> str:
-    if re.fullmatch(r"[A-Za-z0-9_-]+", key):
-        return key
-    return json.dumps(key)
-
-
-def _value(value: object) -> str:
-    """Format a value as TOML does: text as in JSON, but for the one character that JSON keeps."""
-    if isinstance(value, str):
-        return json.dumps(value).replace("\x7f", "\\u007f")
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, list):
-        return f"[{', '.join(map(_value, value))}]"
-    if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{_bare(k)} = {_value(v)}' for k, v in value.items())}}}"
-    return str(value)
+    return toml_text.value(text)
 
 
 # ---------------------------------------------------------------- the command

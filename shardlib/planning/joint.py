@@ -8,7 +8,6 @@ difference is taken from the room and the program solved again.
 """
 
 import itertools
-import json
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardlib import toml_text
 from shardlib._compat import tree_flatten
 from shardlib.capacity import bytes_in
 from shardlib.errors import BadArgument, ShardError, mesh_text
@@ -44,7 +44,7 @@ NEAR = 1.05
 """Share of the best plan's seconds to which a program may think that a plan takes."""
 
 ROUNDS = 3
-"""How often a plan that needs more than was thought is taken back and the program solved again."""
+"""Times that a plan that needs more than was thought is taken back, and the program solved again."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Part:
 
 @dataclass(frozen=True)
 class LayoutPlan:
-    """How to train a module: what ``parallelize`` and ``zero`` take, with the cost of a step.
+    """Way to train a module: what ``parallelize`` and ``zero`` take, with the cost of a step.
 
     ``mesh``     axis sizes, for ``make_mesh``.
     ``rules``    layouts of parameters, as ``parallelize`` takes them.
@@ -156,14 +156,13 @@ class LayoutPlan:
 
 
 def _table(name: str, keys: Mapping[str, Any]) -> str:
-    """Write a table of a TOML file, whose texts and lists are written as JSON's are."""
+    """Write a table of a TOML file, with a line for each rule."""
     lines = [f"[{name}]"]
-    for key, value in keys.items():
-        label = key if key.isidentifier() else json.dumps(key)
-        if key == "rules":
-            lines += ["rules = [", *(f"    {json.dumps(rule)}," for rule in value), "]"]
-        else:
-            lines.append(f"{label} = {json.dumps(value)}")
+    for k, x in keys.items():
+        text = toml_text.value(x)
+        if k == "rules":
+            text = "\n".join(["[", *(f"    {toml_text.value(rule)}," for rule in x), "]"])
+        lines.append(f"{toml_text.key(k)} = {text}")
     return "\n".join(lines)
 
 
