@@ -1,4 +1,4 @@
-"""How many layers run in which way: an integer program over the best ways of each part of a step.
+"""Integer program of how many layers run in which way, over the best ways of each part of a step.
 
 A stack of equal layers is some of them run in one way, some in another: counts are integers, and what
 they take adds up.  Parts meet in a state, the places of the values between them.  Three moments can

@@ -71,7 +71,7 @@ class GradientSum(NamedTuple):
 class CallStrategy:
     """A call under the layouts of what it reads.
 
-    ``reads``, ``outs``  where its operands and its results lie.
+    ``outs``    where its results lie.
     ``saved``   numbers of operands (from 0) and of results (from -1 downwards) that it saves for
                 backward; ``beside`` bytes that it saves in addition.
     ``shares``  result -> the operand whose memory it shares, -1 for none.
@@ -80,7 +80,6 @@ class CallStrategy:
     ``sums``    sums of gradients of parameters, which ``backward`` does not contain.
     """
 
-    reads: tuple[Operand, ...]
     outs: tuple[Operand, ...]
     forward: StepWork
     backward: StepWork
@@ -182,10 +181,10 @@ class _CallOnShapes:
         }
         most = max(meter.peak - sum(own.values()) - sum(beside.values()), 0)
         packed.clear()
-        reads, outs = (tuple(map(operand_of, xs)) for xs in (self.given, results))
+        outs = tuple(map(operand_of, results))
         most_back = self._back(backward, raws, [x.raw for x in results])
         return CallStrategy(
-            reads, outs, forward, backward, saved, sum(beside.values()), shares, most, most_back,
+            outs, forward, backward, saved, sum(beside.values()), shares, most, most_back,
             tuple(self.sums.found),
         )  # fmt: skip
 
