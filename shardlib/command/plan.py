@@ -54,11 +54,12 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def main(given: argparse.Namespace) -> int:
     """Run the command: return 0, or 4 if nothing fits for one of the numbers of ranks."""
+    config = None
     if given.model.endswith(".toml"):
         config = checked(given.model, given.set, whole=False)
         if "tiers" in config.tables:
             return _in_tiers(given, config)
-    model, said = _model(given)
+    model, said = _model(given, config)
     cluster = _cluster(given)
     if under_launcher() and int(os.environ["RANK"]) > 0:
         # it took part in the measurement; one rank plans
@@ -117,15 +118,15 @@ def _source(source: str, said: Mapping[str, Link]) -> str:
     return ", ".join([f"{n} as given" for n in said] + others) if others else "as given"
 
 
-def _model(given: argparse.Namespace) -> tuple[nn.Module, dict[str, Any]]:
+def _model(given: argparse.Namespace, config: Config | None) -> tuple[nn.Module, dict[str, Any]]:
     """Return the module on the meta device; ranks, batch and sequence.
 
+    ``config``  of a file, which was read.
     Raises: ConfigError.
     """
     said: dict[str, Any] = {n: getattr(given, n) or 0 for n in ("batch", "sequence", "accumulate")}
     ranks = given.ranks
-    if given.model.endswith(".toml"):
-        config = checked(given.model, given.set, whole=False)
+    if config is not None:
         model = module_of(config, meta=True).module
         said = _of_file(config, said)
         if not ranks:
