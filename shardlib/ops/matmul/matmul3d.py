@@ -248,7 +248,7 @@ class Movements(NamedTuple):
 
 def movements(case: MatmulCase) -> Movements:
     """Find the movements for the layouts of X, W and Y.  Raises: DoesNotFit."""
-    found = _movements(case)
+    found = _found_or_refused(case)
     if isinstance(found, str):
         raise DoesNotFit(found)
     return found
@@ -256,7 +256,7 @@ def movements(case: MatmulCase) -> Movements:
 
 # several algorithms ask for those of one case
 @lru_cache(maxsize=64)
-def _movements(case: MatmulCase) -> Movements | str:
+def _found_or_refused(case: MatmulCase) -> Movements | str:
     try:
         return _found(case)
     except DoesNotFit as e:
