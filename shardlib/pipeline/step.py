@@ -103,14 +103,19 @@ class Traffic:
                 message = Message(label, spec.stored(inner), spec.dtype)
                 self.between[table.ranks[a.stage], table.ranks[stage]].append(message)
         self.own = [a for a in self.actions if table.ranks[a.stage] in here]
+        self.answers = self._answered()
+        self.ends = last_gradients(self.own, cuts)
+
+    def _answered(self) -> dict[Any, list[tuple[Crossing, int]]]:
+        """Find for each message the first that its receiver sends back once it has taken it."""
         sent = {x: i for i, a in enumerate(self.actions) for x, _ in self.sends[a]}
         taken = {x: i for i, a in enumerate(self.actions) for x, _ in self.receives[a]}
-        self.answers: dict[Any, list[tuple[Crossing, int]]] = defaultdict(list)
+        found: dict[Any, list[tuple[Crossing, int]]] = defaultdict(list)
         for (source, to), row in [*self.between.items()]:
             for x in (m.label for m in row):
                 back = (m.label for m in self.between[to, source] if sent[m.label] >= taken[x])
-                self.answers[min(back, key=taken.__getitem__, default=None)].append((x, to))
-        self.ends = last_gradients(self.own, cuts)
+                found[min(back, key=taken.__getitem__, default=None)].append((x, to))
+        return found
 
 
 def last_gradients(actions: Iterable[Action], cuts: Sequence[Cut]) -> dict[Action, list[str]]:
