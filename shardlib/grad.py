@@ -683,16 +683,24 @@ def _accumulated(f: Callable[..., Any], batch: MicroBatches, sums: GradientSums)
     """Run a loss on one micro-batch after the other; return the mean."""
     total: Any = None
     for k in range(batch.count):
-        leaves, (args, kwargs) = sums.leaves(), batch[k]
-        with torch.enable_grad(), within(differentiated=True):
-            loss = f(leaves.arguments[0], *args, **kwargs)
-            raw = batch.part(loss_block(loss), k)
-        if raw.requires_grad:
-            last = k == batch.count - 1 and not sums.parts
-            with sums.ending(range(len(leaves.wanted))) if last else nullcontext():
-                sums.backward(leaves.wanted, raw.sum())
-        total = raw.detach() if total is None else total + raw.detach()
+        loss, raw = accumulate(f, batch, k, sums)
+        total = raw if total is None else total + raw
     return with_block(loss, total)
+
+
+def accumulate(
+    f: Callable[..., Any], batch: MicroBatches, k: int, sums: GradientSums
+) -> tuple[Any, Tensor]:
+    """Run a loss on micro-batch ``k`` and add its gradients; return it, and its part of the mean."""
+    leaves, (args, kwargs) = sums.leaves(), batch[k]
+    with torch.enable_grad(), within(differentiated=True):
+        loss = f(leaves.arguments[0], *args, **kwargs)
+        raw = batch.part(loss_block(loss), k)
+    if raw.requires_grad:
+        last = k == batch.count - 1 and not sums.parts
+        with sums.ending(range(len(leaves.wanted))) if last else nullcontext():
+            sums.backward(leaves.wanted, raw.sum())
+    return loss, raw.detach()
 
 
 def with_block(loss: Tensor, raw: Tensor) -> Tensor:

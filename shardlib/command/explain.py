@@ -28,7 +28,8 @@ def explain_run(config: Config, cluster: str | Cluster = "h100") -> Explanation:
     with use_mesh(mesh_of(config, "record")):
         made = built(config, values=False)
         batch = next(iter(batches(made, rows_of(config))))
-        if "stages" not in config.tables:
-            return explain(made.loss, made.start(), (batch,), tx=made.tx, cluster=cluster)
-        count = config.tables.get("microbatches", 1)
-        return explain(made.loss, made.params, (batch,), tx=made.tx, microbatches=count)
+        staged, count = "stages" in config.tables, config.tables.get("microbatches")
+        params = made.params if staged else made.start()
+        if staged or count is not None:
+            return explain(made.loss, params, (batch,), tx=made.tx, microbatches=count or 1)
+        return explain(made.loss, params, (batch,), tx=made.tx, cluster=cluster)

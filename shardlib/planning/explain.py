@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shardlib.collectives import Event, Trace, trace
 from shardlib.errors import ShardError, Unsupported, user_line
-from shardlib.grad import deferring, pipeline_of, staged_mesh
+from shardlib.grad import GradientSums, accumulate, deferring, pipeline_of, staged_mesh
 from shardlib.mesh import Mesh, MeshLike, axis_sizes, record, within
 from shardlib.microbatches import MicroBatches
 from shardlib.modules.dim_trace import called_with
@@ -34,7 +34,7 @@ from shardlib.optim.transform import Transform
 from shardlib.placing import padded_size
 from shardlib.planning.cluster import Cluster, cluster_of
 from shardlib.planning.constant_folding import Known
-from shardlib.planning.explanation import Explanation, PipelineExplanation, Row, TierUse
+from shardlib.planning.explanation import Explanation, Row, TierUse
 from shardlib.planning.grids import lower_bound
 from shardlib.planning.work import Meter, Rates, StepWork
 from shardlib.tensor import ShardedTensor, Together, raw_of, settle, typeof
@@ -63,9 +63,10 @@ def explain(
     inputs: Inputs = (),
     *,
     tx: Transform | None = None,
+    mesh: MeshLike | Mapping[str, int] | None = None,
     microbatches: int,
     cluster: str | Cluster = "h100",
-) -> PipelineExplanation: ...
+) -> Any: ...
 def explain(
     apply: Callable[..., object],
     params: object,
@@ -87,8 +88,9 @@ def explain(
                   gradients go into its buckets, as in ``value_and_grad(..., into=tx)``; at stage 3
                   pass it with ``tx.shard(params)``.  The update's own transfers are not counted.
 
-    ``microbatches``  of a module in stages, those of a step, in which ``inputs`` are cut; the result
-                  has each stage's cost and the timeline of the schedule.
+    ``microbatches``  of a step, in which ``inputs`` are cut, as ``value_and_grad`` does; ``apply`` is
+                  then a loss.  Of a module in stages the result, a ``PipelineExplanation``, has
+                  each stage's cost and the timeline of the schedule.
     ``cluster``   the speed and the links by which the seconds of stages and of memory tiers are
                   priced, as ``sl.planning.plan`` takes it; links that ``sl.probe`` measured go before its own.
     Raises: the errors of ``apply``, for example UnevenSplit at another size; Unsupported, with the
@@ -107,7 +109,7 @@ def explain(
         fix = "sl.explain(apply, sl.shard(params, '...'), inputs)"
         raise ShardError("no parameter is sharded", op="explain", fix=fix)
     own = leaves[0].mesh
-    if staged_mesh(params) is not None or microbatches is not None:
+    if staged_mesh(params) is not None:
         pipeline, batch = call_of_stages(apply, params, inputs, microbatches or 1)
         parts = hasattr(params, "opened")
         return pipeline.explained(apply, batch, tx, cluster_of(cluster), parts)
@@ -118,9 +120,14 @@ def explain(
     call = _Call(apply, params, called_with(inputs), make)
     with Paths() as paths:
         try:
-            return planned(
-                call.rehearse, lambda: call.explain(backward, tx, paths, cluster_of(cluster))
-            )
+            if microbatches is not None:
+                run = lambda: call.accumulated(microbatches, tx, paths)  # noqa: E731
+            else:
+                run = lambda: call.explain(backward, tx, paths)  # noqa: E731
+            found = planned(call.rehearse, run)
+            if isinstance(params, TieredParts):
+                return _in_tiers(found, params, cluster_of(cluster))
+            return found
         except ShardError:
             raise
         except Exception as e:
@@ -186,9 +193,7 @@ class _Call(NamedTuple):
         with self.opened() as (_, _, run), torch.no_grad():
             run()
 
-    def explain(
-        self, backward: bool, tx: Transform | None, paths: Paths, cluster: Cluster
-    ) -> Explanation:
+    def explain(self, backward: bool, tx: Transform | None, paths: Paths) -> Explanation:
         with self.opened() as (paper, params, run), trace() as t:
             watch = CallRecorder(t, paper.size, backward, paths)
             trained = [x for x in _of(ShardedTensor, params) if x.raw.requires_grad]
@@ -209,11 +214,47 @@ class _Call(NamedTuple):
                     watch.back(out, raws, together, sink)
             state = 0 if tx is None else bytes_of(tx.init(params))
         work.add(t.events)
-        found = Explanation(
+        return Explanation(
             watch.rows, dict(paper.axes), bytes_of(params), live.peak, state, saved, work=work
         )
-        own = self.params
-        return _in_tiers(found, own, cluster) if isinstance(own, TieredParts) else found
+
+    def accumulated(self, count: int, tx: Transform | None, paths: Paths) -> Explanation:
+        """Explain a step of so many micro-batches: the first, one for all between, and the last."""
+        with self.opened() as (paper, params, _), trace() as t:
+            args, kwargs = _papers(self.inputs, paper)
+            watch = CallRecorder(t, paper.size, True, paths)
+            sink = None if tx is None else sink_of(tx, params)
+            if sink is not None:
+                setattr(sink, "take", partial(watch.counted, sink.take))  # noqa: B010
+            sums = GradientSums(params, (), sink)
+            sums.together = _Together([], watch, sum(x.nbytes for x in sums.first.wanted))
+            work, saved, rows = StepWork(), 0, 0
+            with Meter(StepWork()) as live:
+                batch = MicroBatches(args, kwargs, count)
+
+                def loss(*given: Any, **how: Any) -> Any:
+                    nonlocal saved
+                    with within(watcher=watch):
+                        out = self.apply(*given, **how)
+                    saved = saved or live.now
+                    watch.turn(watch.rows[-1] if watch.rows else None)
+                    return out
+
+                for k in sorted({0, min(1, count - 1), count - 1}):
+                    times = count - 2 if 0 < k < count - 1 else 1
+                    live.work, events, rows = StepWork(), len(t.events), len(watch.rows)
+                    accumulate(loss, batch, k, sums)
+                    if k == count - 1:
+                        watch.counted(sums.finish)
+                    watch.turn(None)
+                    live.work.add(t.events[events:])
+                    work.join(live.work, times)
+                    watch.rows += watch.rows[rows:] * (times - 1)
+            watch.close()
+            state = 0 if tx is None else bytes_of(tx.init(params))
+        return Explanation(
+            watch.rows, dict(paper.axes), bytes_of(params), live.peak, state, saved, work=work
+        )
 
 
 def _in_tiers(found: Explanation, params: TieredParts, cluster: Cluster) -> Explanation:
@@ -377,9 +418,10 @@ class CallRecorder:
 
     def counted(self, f: Callable[..., object], *given: object) -> object:
         """Call what sums several gradients together; its events are apart from the rows'."""
-        before = len(self.t.events)
+        before, known = len(self.t.events), len(self.apart)
         out = f(*given)
-        self.apart += self.t.events[before:]
+        # what is called within has added some of them
+        self.apart[known:] = self.t.events[before:]
         return out
 
     def back(
@@ -399,6 +441,10 @@ class CallRecorder:
         if sink is not None:
             self.counted(sink.finish)
         self.turn(None)
+        self.close()
+
+    def close(self) -> None:
+        """Add a row of the gradients that are summed together."""
         if self.apart:
             at = "gradients of several parameters"
             self.rows.append(Row(self.apart[0].kind, at, (), "", backward=self.apart))
@@ -407,8 +453,8 @@ class CallRecorder:
 class _Together(Together):
     """Gradients that one collective sums together, as in ``value_and_grad``, with their events."""
 
-    def __init__(self, raws: list[Tensor], watch: CallRecorder) -> None:
-        super().__init__(raws)
+    def __init__(self, raws: list[Tensor], watch: CallRecorder, nbytes: int = 0) -> None:
+        super().__init__(raws, nbytes)
         self.watch = watch
 
     def _post(self, key: Any) -> None:

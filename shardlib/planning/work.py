@@ -44,6 +44,14 @@ class StepWork:
         had = self.along.get(at, (0.0, 0.0))
         self.along[at] = had[0] + nbytes, had[1] + messages
 
+    def join(self, other: "StepWork", times: int = 1) -> None:
+        """Add the work of a part that runs so many times."""
+        for axes, (nbytes, messages) in other.along.items():
+            self.receive(axes.split(), times * nbytes, times * messages)
+        self.flops += times * other.flops
+        self.touched += times * other.touched
+        self.calls += times * other.calls
+
 
 @dataclass(frozen=True)
 class Rates:
