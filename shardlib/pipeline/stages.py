@@ -22,7 +22,7 @@ from shardlib.dtypes import wider
 from shardlib.errors import ShardError, Unsupported
 from shardlib.grad import GradientSums, frozen
 from shardlib.layouts import Layout
-from shardlib.mesh import Mesh, record, within
+from shardlib.mesh import Memo, Mesh, record, within
 from shardlib.microbatches import MicroBatches
 from shardlib.modules.apply import Apply
 from shardlib.modules.dim_trace import called_with, example_inputs
@@ -39,7 +39,6 @@ from shardlib.pipeline.schedules import (
     PipelineSchedule,
     offered,
     placing,
-    registered,
     schedule,
 )
 from shardlib.pipeline.step import PipelineStep, Traffic
@@ -161,8 +160,7 @@ class Pipeline:
     ``first``   the cut of its forward on example inputs.
     ``cuts``    function, shapes, modes and hooks -> for each branch its cut, and the values that
                 the function asks for there, as lengths: how they are computed, and what they are.
-    ``traffic`` the schedule and the cuts of a step's micro-batches -> their messages.
-    ``absent``  mesh -> what stands for parameters of other stages there.
+    ``memo``    the messages of a step's cuts; what stands for other stages' parameters on a mesh.
     ``on_values``  whether the module calls functions of sharded values, so that blocks will not do.
     """
 
@@ -176,8 +174,7 @@ class Pipeline:
     apply: Any = None
     first: Cut = field(init=False)
     cuts: dict[Any, list[tuple[Cut, Answers, object]]] = field(default_factory=dict)
-    traffic: dict[tuple[object, tuple[Cut, ...]], Traffic] = field(default_factory=dict)
-    absent: dict[Mesh, dict[str, Tensor]] = field(default_factory=dict)
+    memo: Memo = field(default_factory=Memo)
     on_values: bool = False
 
     @property
@@ -338,11 +335,13 @@ class Pipeline:
         if len(params) == len(self.whole):
             return params
         mesh = next((x.mesh for x in params.values()), self.inner)
-        if mesh not in self.absent:
+
+        def absent() -> dict[str, Tensor]:
             specs = {n: spec_of(x) for n, x in self.whole.items()}
             ghosts = {n: nan(s.dtype, mesh).expand(s.stored(mesh)) for n, s in specs.items()}
-            self.absent[mesh] = {n: specs[n].value(x, mesh) for n, x in ghosts.items()}
-        return {**self.absent[mesh], **params}
+            return {n: specs[n].value(x, mesh) for n, x in ghosts.items()}
+
+        return {**self.memo("absent", mesh, absent), **params}
 
     def step(
         self, f: Callable[..., Any], params: Any, batch: MicroBatches, sums: GradientSums
@@ -357,11 +356,9 @@ class Pipeline:
             fix = "module.get_submodule(name).requires_grad_(False)  # before sl.parallelize"
             raise Unsupported(why, op="value_and_grad", mesh=self.mesh, fix=fix)
         cuts = self.cuts_for(f, batch)
-        key = registered(self.stages.schedule), cuts
-        if (traffic := self.traffic.get(key)) is None:
-            traffic = Traffic(cuts, self._table(batch.count), self.inner, self.here)
-            # of the last steps, since branches on values may combine in many ways
-            self.traffic = {**dict([*self.traffic.items()][-15:]), key: traffic}
+        make = lambda: Traffic(cuts, self._table(batch.count), self.inner, self.here)  # noqa: E731
+        # of the last steps, since branches on values may combine in many ways
+        traffic = self.memo("traffic", cuts, make, 16)
         return PipelineStep(self, f, traffic, batch, sums).run()
 
     def explained(
