@@ -63,7 +63,7 @@ class PipelineSchedule:
 
     @property
     def held(self) -> tuple[int, ...]:
-        """Of each rank, the most forwards that wait for their B or W at a time.
+        """The most forwards of each rank that wait for their B or W at a time.
 
         >>> schedule("1f1b", 4, 8).held
         (4, 3, 2, 1)
