@@ -7,11 +7,12 @@ stage can make itself are no special cases.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import optree
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from shardlib._compat import tree_flatten
 from shardlib.errors import ShardError
-from shardlib.mesh import within
+from shardlib.mesh import Mesh, within
 from shardlib.opspec import Args, Kwargs
 from shardlib.pipeline.flow import INPUT, Within
 from shardlib.pipeline.forward import (
@@ -32,9 +33,12 @@ from shardlib.pipeline.forward import (
     refuse_unregistered,
 )
 from shardlib.pipeline.units import dealt
+from shardlib.planning.constant_folding import Answers, Known
+from shardlib.planning.explain import on_paper
 from shardlib.tensor import ShardedTensor, raw_of
 
 Params = Mapping[str, ShardedTensor]
+Inputs = tuple[Args, Kwargs]
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,18 +107,41 @@ class Cut:
         return f"{own[0]} to {own[-1]}" if len(own) > 1 else str(own[0]) if own else "no unit"
 
 
+@contextmanager
+def on_shapes(paper: Mesh, inputs: Inputs) -> Iterator[tuple[Known, Any]]:
+    """Open a mesh of shapes; yield the values that are known there, and the inputs on it."""
+    with paper, Known() as known, within(traces=(), watcher=None, differentiated=True):
+
+        def told(x: object) -> object:
+            shape = on_paper(x, paper)
+            if tells(x):
+                known.tell(shape, x)
+            return shape
+
+        yield known, optree.tree_map(told, cast(Any, inputs), none_is_leaf=True)
+
+
+def tells(x: object) -> TypeGuard[Tensor]:
+    """Check for plain integers, whose values are known when a function is cut."""
+    plain = isinstance(x, Tensor) and not isinstance(x, ShardedTensor)
+    return plain and not x.is_floating_point()
+
+
 def cut_of(
-    f: Callable[..., Any], params: Params, inputs: tuple[Args, Kwargs], blocks: Sequence[str],
+    f: Callable[..., Any], paper: Mesh, params: Params, inputs: Inputs, blocks: Sequence[str],
     stages: int | Sequence[str | UnitCall],
-) -> Cut:  # fmt: skip
-    """Cut ``f(params, *args, **kwargs)``, on shapes.  Raises: ShardError where it cannot be cut.
+) -> tuple[Cut, Answers]:  # fmt: skip
+    """Cut ``f(params, *args, **kwargs)``, on shapes; also return the values that it asks for.
+
+    Raises: ShardError where it cannot be cut.
 
     ``stages``  how many, dealt so that the slowest takes as little time as possible; or the first
                 block of each, by name or as the call with which it begins.
     """
     whole = WholeForward({})
     calls, flow, end = whole.calls, whole.flow, Output(UnitCall("the function's result", 0), 0)
-    result, reads = _result_of(whole, f, params, inputs)
+    with on_shapes(paper, inputs) as (known, given):
+        result, reads = _result_of(whole, f, params, given)
     # parameters, and outputs and calls that depend on them: each stage makes the others itself
     bound: set[Any] = {*params}
     for k, names in flow.crossings.items():
@@ -139,7 +166,7 @@ def cut_of(
     _refuse_strays("what runs between the blocks", flow.between, {count - 1}, owner)
     read = [[n for n in params if s in at[n]] for s in range(count)]
     users = dict(reversed(users.items()))
-    return Cut(calls, owner, users, read, whole.drawn, result, chain)
+    return Cut(calls, owner, users, read, whole.drawn, result, chain), known.answers
 
 
 def _refuse_strays(
@@ -153,7 +180,7 @@ def _refuse_strays(
 
 
 def _result_of(
-    whole: WholeForward, f: Callable[..., Any], params: Params, inputs: tuple[Args, Kwargs]
+    whole: WholeForward, f: Callable[..., Any], params: Params, inputs: Inputs
 ) -> tuple[Any, frozenset[Any]]:
     """Run all units; return the result, and what it depends on."""
     own = {n: p.becomes(p.raw.detach().requires_grad_()) for n, p in params.items()}

@@ -153,6 +153,25 @@ class UnitForward:
         turn = self.turns[unit] = self.turns.get(unit, -1) + 1
         return UnitCall(unit, turn)
 
+    @contextmanager
+    def hooked(
+        self, unit: str, m: nn.Module, took: Callable[[UnitCall, Any], None]
+    ) -> Iterator[list[tuple[str, UnitCall]]]:
+        """Hand on the results of submodules that have hooks; yield the list of their calls."""
+        calls: list[tuple[str, UnitCall]] = []
+
+        def ended(path: str, sub: nn.Module, args: Any, out: Any) -> None:
+            calls.append((path, self.next_call(f"{unit}/{path}")))
+            took(calls[-1][1], out)
+
+        hooked = [(path, sub) for path, sub in m.named_modules() if path and sub._forward_hooks]
+        handles = [sub.register_forward_hook(partial(ended, path)) for path, sub in hooked]
+        try:
+            yield calls
+        finally:
+            for h in handles:
+                h.remove()
+
     def entered(self, pipeline: object) -> None:
         """Begin a call of a module with stages.  Raises: ShardError for a second one, or another."""
         if pipeline is None or self.turns or self.pipeline not in (None, pipeline):
@@ -161,45 +180,21 @@ class UnitForward:
             raise ShardError(why, op="value_and_grad", fix=fix)
 
 
-@contextmanager
-def _hooked(m: nn.Module, took: Callable[..., None]) -> Iterator[None]:
-    """Call ``took(path, submodule, args, out)`` for each submodule with hooks that is called."""
-    hooked = [(path, sub) for path, sub in m.named_modules() if path and sub._forward_hooks]
-    handles = [sub.register_forward_hook(partial(took, path)) for path, sub in hooked]
-    try:
-        yield
-    finally:
-        for h in handles:
-            h.remove()
-
-
-class Views:
-    """Views of tensors, each an object of its own in the same memory.
+def _view(x: Any) -> Any:
+    """Return a tensor as an object of its own in the same memory, any other value as it is.
 
     What is done with a view is not done with the tensor, so that ways round a call show.
     """
+    if not isinstance(x, Tensor):
+        return x
+    raw = raw_of(x)
+    view = raw.view_as(raw)
+    return x.becomes(view) if isinstance(x, ShardedTensor) else view
 
-    def __init__(self, values: Iterable[object]) -> None:
-        # id of a tensor -> its block, the block's version and view, and a value with the view
-        self.made: dict[int, tuple[Tensor, int, Tensor, Tensor]] = {}
-        for x in values:
-            if isinstance(x, Tensor):
-                raw = raw_of(x)
-                view = raw.view_as(raw)
-                own = x.becomes(view) if isinstance(x, ShardedTensor) else view
-                self.made[id(x)] = raw, raw._version, view, own
 
-    def of(self, x: Any) -> Any:
-        """Return the view of a tensor, any other value as it is."""
-        return self.made[id(x)][3] if id(x) in self.made else x
-
-    def written(self) -> list[Tensor]:
-        """List the blocks of tensors that were written to through their views."""
-        return [
-            raw
-            for raw, version, view, own in self.made.values()
-            if raw._version != version or raw_of(own) is not view
-        ]
+def _state(x: Tensor) -> tuple[int, int]:
+    """Return what differs once a tensor was written to."""
+    return raw_of(x)._cdata, raw_of(x)._version
 
 
 @dataclass(eq=False)
@@ -217,24 +212,20 @@ class WholeForward(UnitForward):
     ) -> Any:
         call = self.next_call(unit)
         before, began = self.drawn, self.flow.cost
-        inner: list[tuple[str, UnitCall]] = []
-        with _hooked(m, partial(self._took, unit, inner)), self.flow.call(call):
-            given = Views([*args, *kwargs.values()])
-            out = forward(*map(given.of, args), **{k: given.of(x) for k, x in kwargs.items()})
-            if isinstance(out, Tensor):
-                out = Views([out]).of(out)
-            elif type(out) in (tuple, list):
-                out = type(out)(map(Views(out).of, out))
-            for x in given.written():
-                self.flow.write(x)
-            self._note(call, out, (before, self.drawn), began, inner)
+        tensors = {id(x): x for x in [*args, *kwargs.values()] if isinstance(x, Tensor)}
+        given = lambda x: views.get(id(x), x)  # noqa: E731
+        with self.hooked(unit, m, self.took) as inner, self.flow.call(call):
+            views = {at: _view(x) for at, x in tensors.items()}
+            states = {at: _state(x) for at, x in views.items()}
+            out = forward(*map(given, args), **{k: given(x) for k, x in kwargs.items()})
+            out = type(out)(map(_view, out)) if type(out) in (tuple, list) else _view(out)
+            for at in (at for at, x in views.items() if _state(x) != states[at]):
+                self.flow.write(raw_of(tensors[at]))
+            self.took(call, out, (before, self.drawn), began, inner)
         return out
 
-    def _took(self, unit: str, inner: list[Any], path: str, m: Any, args: Any, out: Any) -> None:
-        inner.append((path, self.next_call(f"{unit}/{path}")))
-        self._note(inner[-1][1], out)
-
-    def _note(self, call: UnitCall, out: Any, *more: Any) -> None:
+    def took(self, call: UnitCall, out: Any, *more: Any) -> None:
+        """Record a result."""
         leaves, tree = tree_flatten(out)
         refuse_unregistered(call, leaves)
         self.calls[call] = Returned(tuple(map(spec_of, leaves)), tree, *more)
@@ -287,9 +278,9 @@ class StageForward(UnitForward):
         if self.draws is not None:
             self.draws.go_to(returned.draws[0])
         if self.owner.get(call, self.number) == self.number:
-            with _hooked(m, partial(self._took, unit)) if returned.inner else nullcontext():
+            with self.hooked(unit, m, self.took) if returned.inner else nullcontext():
                 out = forward(*args, **kwargs)
-            self._keep(call, out)
+            self.took(call, out)
         else:
             out = self._left_out(call, m, returned)
         if self.draws is not None:
@@ -309,16 +300,12 @@ class StageForward(UnitForward):
 
         return again
 
-    def _took(self, unit: str, path: str, m: nn.Module, args: Any, out: Any) -> None:
-        self._keep(self.next_call(f"{unit}/{path}"), out, last=False)
-
-    def _keep(self, call: UnitCall, out: Any, last: bool = True) -> None:
-        """Keep the wanted outputs of a call; break the run off if all of them are there."""
-        own = [k for k in self.wanted if k.call == call]
-        if own:
+    def took(self, call: UnitCall, out: Any) -> None:
+        """Keep what is wanted of a result; break the run off if a unit's result was the last."""
+        if own := [k for k in self.wanted if k.call == call]:
             leaves = tree_flatten(out)[0]
             self.found.update({k: leaves[k.leaf] for k in own})
-        if last and self.wanted and len(self.found) == len(self.wanted):
+        if "/" not in call.unit and self.wanted and len(self.found) == len(self.wanted):
             raise AllSent
         # what follows may write to an output in place
         self.found.update({k: self.found[k].clone() for k in own})

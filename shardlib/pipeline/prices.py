@@ -5,8 +5,8 @@ what runs: operations, bytes moved inside a stage, and tensors that a forward ke
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -18,12 +18,12 @@ from shardlib.grad import GradientSums, frozen
 from shardlib.mesh import Link, record, within
 from shardlib.microbatches import MicroBatches
 from shardlib.modules.paths import Paths
-from shardlib.opspec import Args, Kwargs
 from shardlib.optim.transform import Transform
-from shardlib.pipeline.cut import Cut
-from shardlib.pipeline.forward import block_of_output
+from shardlib.pipeline.cut import Cut, Inputs, cut_of, on_shapes
+from shardlib.pipeline.forward import UnitCall, block_of_output
 from shardlib.pipeline.schedules import Action, PipelineSchedule, timeline
 from shardlib.pipeline.step import PipelineStep, Traffic, last_gradients
+from shardlib.pipeline.units import fitting
 from shardlib.planning.cluster import Cluster
 from shardlib.planning.explain import CallRecorder, bytes_of, sink_of
 from shardlib.planning.explanation import PipelineExplanation, PlaceCost, StageCost
@@ -61,20 +61,20 @@ class _PaperStep(PipelineStep):
     """
 
     def __init__(
-        self, pipeline: Any, f: Callable[..., Any], given: tuple[Args, Kwargs], cuts: Sequence[Cut],
-        table: PipelineSchedule, tx: Transform | None, parts: bool,
+        self, asked: "StepPrices", given: Inputs, cuts: Sequence[Cut], table: PipelineSchedule
     ) -> None:  # fmt: skip
+        pipeline, tx = asked.pipeline, asked.tx
         axes = {pipeline.stages.axis: table.size, **pipeline.paper.axes}
         paper = replace(pipeline, mesh=record(**axes), inner=pipeline.paper, ranks=table.ranks)
         paper.first = cuts[0]
         held = {n: cuts[0].holders(n, table.ranks) for n in paper.whole}
         places = range(table.size)
         self.own = [{n: x for n, x in paper.whole.items() if r in held[n]} for r in places]
-        self.parts = [tx.shard(x) if parts else x for x in self.own]
+        self.parts = [tx.shard(x) if tx and asked.parts else x for x in self.own]
         sinks = [None if tx is None else sink_of(tx, x) for x in self.parts]
         self.of_place = [GradientSums(x, (), k) for x, k in zip(self.parts, sinks, strict=True)]
         traffic = Traffic(cuts, table, paper.inner, places)
-        super().__init__(paper, f, traffic, MicroBatches(*given, 1), self.of_place[0])
+        super().__init__(paper, asked.f, traffic, MicroBatches(*given, 1), self.of_place[0])
         self.messages: Any = _Mail()
         self.costs: dict[tuple[str, int], ActionCost] = {}
         self.tx, self.module = tx, pipeline
@@ -166,33 +166,60 @@ class _PaperStep(PipelineStep):
         return torch.stack([x.sum() for x in ends if x.requires_grad]).sum()
 
 
-def explained(
-    pipeline: Any, f: Callable[..., Any], given: tuple[Args, Kwargs], cuts: Sequence[Cut],
-    table: PipelineSchedule, tx: Transform | None, cluster: Cluster, parts: bool = False,
-) -> PipelineExplanation:  # fmt: skip
-    """Explain a step: ``given`` are the arguments of its first micro-batch, on shapes.
+@dataclass(frozen=True)
+class StepPrices:
+    """Prices of steps of a function of a module in stages, by their first micro-batch on shapes.
 
-    ``cuts``   of each micro-batch; seconds and memory are the first one's.
     ``parts``  whether the parameters are those of ZeRO's stage 3.
     """
-    step = _PaperStep(pipeline, f, given, cuts, table, tx, parts)
-    step.rehearse()
-    # links as measured, else those of the cluster
-    links = {"one": Link(), **cluster.links(pipeline.mesh.axes), **pipeline.mesh.links}
-    rates = Rates(links, cluster.flops, cluster.bandwidth)
-    stages = [step.stage(s, rates) for s in range(table.stages)]
-    places = [step.place(r, rates) for r in range(table.size)]
-    line = timeline(
-        table,
-        lambda a: stages[a.stage].seconds[a.kind],
-        lambda source, to: links[step.axis].seconds(stages[source].sends.get(to, 0)),
-        {s: {t for _, t in step.traffic.receives[Action("F", s, 0)]} for s in range(table.stages)},
-    )
-    with trace() as sent:
-        step.count()
-    top = max(places, key=lambda p: p.peak)
-    return PipelineExplanation(
-        step.watch.rows, dict(pipeline.mesh.axes), top.parameters,
-        top.gradients + top.transient, top.state,
-        stages=stages, places=places, schedule=table, line=line, sent=sent,
-    )  # fmt: skip
+
+    pipeline: Any
+    f: Callable[..., Any]
+    batch: MicroBatches
+    cluster: Cluster
+    tx: Transform | None = None
+    parts: bool = False
+
+    def explained(self, table: PipelineSchedule, cuts: Sequence[Cut]) -> PipelineExplanation:
+        """Explain a step whose micro-batches are cut so."""
+        with on_shapes(self.pipeline.paper, self.batch[0]) as (_, given):
+            step = _PaperStep(self, given, cuts, table)
+            step.rehearse()
+            # links as measured, else those of the cluster
+            mesh, cluster = self.pipeline.mesh, self.cluster
+            links = {"one": Link(), **cluster.links(mesh.axes), **mesh.links}
+            rates = Rates(links, cluster.flops, cluster.bandwidth)
+            stages = [step.stage(s, rates) for s in range(table.stages)]
+            places = [step.place(r, rates) for r in range(table.size)]
+        line = timeline(
+            table,
+            lambda a: stages[a.stage].seconds[a.kind],
+            lambda source, to: links[step.axis].seconds(stages[source].sends.get(to, 0)),
+            {a.stage: {t for _, t in x} for a, x in step.traffic.receives.items() if a.kind == "F"},
+        )
+        with trace() as sent:
+            step.count()
+        top = max(places, key=lambda p: p.peak)
+        return PipelineExplanation(
+            step.watch.rows, dict(mesh.axes), top.parameters, top.gradients + top.transient,
+            top.state, stages=stages, places=places, schedule=table, line=line, sent=sent,
+        )  # fmt: skip
+
+    def cut_at(
+        self, table: PipelineSchedule, begins: int | Sequence[UnitCall]
+    ) -> tuple[Cut, PipelineExplanation]:
+        """Cut the function where stages begin; explain a step whose micro-batches are cut so."""
+        p = self.pipeline
+        cut, _ = cut_of(self.f, p.paper, p.whole, self.batch[0], p.blocks, begins)
+        return cut, self.explained(table, [cut] * table.micros)
+
+    def fitting(
+        self, table: PipelineSchedule, chain: Mapping[UnitCall, float]
+    ) -> Callable[[float], tuple[list[UnitCall], list[int]]]:
+        """Return the search of the fastest cut in which no rank holds more, see ``units``."""
+
+        def peaks(begins: Sequence[UnitCall]) -> list[int]:
+            places = self.cut_at(table, begins)[1].places
+            return [places[r].peak for r in table.ranks]
+
+        return fitting(chain, table.stages, peaks)

@@ -10,13 +10,14 @@ arXiv 2412.19437, as in github.com/deepseek-ai/DualPipe.
 """
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, product, zip_longest
+from itertools import accumulate, chain, product, zip_longest
 from operator import index
 from typing import NamedTuple, TypeVar
 
 from shardlib.errors import ShardError, meant, similar
+from shardlib.mesh import Memo
 
 
 class Action(NamedTuple):
@@ -60,13 +61,15 @@ class PipelineSchedule:
         """The number of ranks."""
         return len(self.tables)
 
-    def held(self, rank: int) -> int:
-        """Count the most forwards of a rank that wait for their B or W at a time.
+    @property
+    def held(self) -> tuple[int, ...]:
+        """The most forwards of each rank that wait for their B or W at a time.
 
-        >>> [schedule("1f1b", 4, 8).held(rank) for rank in range(4)]
-        [4, 3, 2, 1]
+        >>> schedule("1f1b", 4, 8).held
+        (4, 3, 2, 1)
         """
-        return max(accumulate(_HELD[a.kind] for a in self.tables[rank]), default=0)
+        rows = ((_HELD[a.kind] for a in row) for row in self.tables)
+        return tuple(max(accumulate(row), default=0) for row in rows)
 
 
 _HELD = {"F": 1, "B": -1, "I": 0, "W": -1}
@@ -122,8 +125,8 @@ def register(
     >>> @sl.extend.schedule("one_by_one", stages_per_rank=1)
     ... def one_by_one(p, m, v):
     ...     return [[(kind, rank, k) for k in range(m) for kind in "FB"] for rank in range(p)]
-    >>> schedule("one_by_one", 2, 2).held(0)
-    1
+    >>> schedule("one_by_one", 2, 2).held
+    (1, 1)
     """
     why = ""
     if not (isinstance(name, str) and name):
@@ -138,6 +141,7 @@ def register(
 
     def enter(tables: Made) -> Made:
         _MAKERS[name] = _Maker(tables, stages_per_rank, ranks)
+        Memo.version += 1
         return tables
 
     return enter
@@ -174,11 +178,6 @@ def schedule(name: str, p: int, m: int, v: int = 1) -> PipelineSchedule:
     found = PipelineSchedule(name, m, ranks, tables)
     check(found)
     return found
-
-
-def registered(name: str) -> object:
-    """Return what stands for a schedule until its name is registered anew."""
-    return _MAKERS.get(name)
 
 
 def offered(v: int) -> Iterator[tuple[str, int]]:
@@ -223,18 +222,17 @@ def _refused(why: str, fix: str = "sl.Stages('pipe', schedule='1f1b')") -> Shard
 
 @register("gpipe")
 def _gpipe(p: int, m: int, v: int) -> list[Row]:
-    return [_in_turn(p, m, v, i, ahead=m, each=m) for i in range(p)]
+    return _in_turn(p, m, v, ahead=[m] * p, each=m)
 
 
 @register("1f1b", stages_per_rank=1)
 def _one_f_one_b(p: int, m: int, v: int) -> list[Row]:
-    return [_in_turn(p, m, v, i, ahead=p - 1 - i, each=p) for i in range(p)]
+    return _in_turn(p, m, v, ahead=range(p)[::-1], each=p)
 
 
 @register("interleaved")
 def _interleaved(p: int, m: int, v: int) -> list[Row]:
-    _check_rounds("interleaved", p, m)
-    return [_in_turn(p, m, v, i, ahead=2 * (p - 1 - i), each=p) for i in range(p)]
+    return _in_turn(p, m, v, ahead=range(0, 2 * p, 2)[::-1], each=p)
 
 
 @register("zb")
@@ -244,35 +242,30 @@ def _zb_h1(p: int, m: int, v: int) -> list[Row]:
     So every rank holds p micro-batches, as the first one does in 1F1B, and of its idle time
     (p - 1) (F + I + W) remains (p - 1) (F + I - W).
     """
-    if v > 1:
-        _check_rounds(f"zb with {v} stages per rank", p, m)
-    return [_in_turn(p, m, v, i, ahead=p - 1 - i, each=p, parted=True) for i in range(p)]
+    return _in_turn(p, m, v, ahead=range(p)[::-1], each=p, parted=True)
 
 
-def _check_rounds(what: str, p: int, m: int) -> None:
-    if m % p:
-        why = f"{what} takes micro-batches {p} at a time, one per rank; {m} is no multiple of {p}"
-        raise _refused(why, f"sl.value_and_grad(loss, microbatches={-(-m // p) * p})")
+def _in_turn(
+    p: int, m: int, v: int, ahead: Sequence[int], each: int, parted: bool = False
+) -> list[Row]:
+    """List for each rank forwards ahead, then a forward and a backward in turn, in rounds.
 
-
-def _in_turn(p: int, m: int, v: int, i: int, ahead: int, each: int, parted: bool = False) -> Row:
-    """List forwards ahead, then a forward and a backward in turn, in rounds of micro-batches.
-
-    A round, of ``each`` micro-batches, passes through the first stage of rank i, then its next one.
+    A round, of ``each`` micro-batches, passes through the first stage of a rank, then its next one.
     ``ahead``   the number of forwards ahead, beyond those of the stages before the last.
-    ``parted``  I in place of B, and i actions later its W.
+    ``parted``  I in place of B, and as many actions later as ranks are before, its W.
     """
-
-    def listed(kind: str, own: range) -> Row:
-        at = [(n // each % v, n // (each * v) * each + n % each) for n in range(m * v)]
-        return [Action(kind, own[s], k) for s, k in at]
-
-    own = range(i, p * v, p)
-    forward, backward = listed("F", own), listed("I" if parted else "B", own[::-1])
-    late: list[Action | None] = [*[None] * i, *listed("W", own[::-1])] if parted else []
-    first = ahead + (v - 1) * each
-    rest = zip_longest(forward[first:], backward, late)
-    return forward[:first] + [a for group in rest for a in group if a is not None]
+    if v > 1 and m % each:
+        why = f"{v} stages per rank take micro-batches {p} at a time; {m} is no multiple of {p}"
+        raise _refused(why, f"sl.value_and_grad(loss, microbatches={-(-m // p) * p})")
+    order, rows = [n // each % v for n in range(m * v)], []
+    forward = [f"F{s}" for s in order]
+    backward = [f"{'I' if parted else 'B'}{v - 1 - s}" for s in order]
+    for i in range(p):
+        late = [*[""] * i, *["W"] * len(order)] if parted else []
+        first = ahead[i] + (v - 1) * each
+        rest = chain(*zip_longest(forward[first:], backward, late, fillvalue=""))
+        rows.append(_numbered([*forward[:first], *rest], range(i, p * v, p)))
+    return rows
 
 
 @register("zbv", stages_per_rank=2, ranks=vee)
@@ -286,7 +279,7 @@ def _zb_v(p: int, m: int, v: int) -> list[Row]:
             + "F0 I0 W0 F1 I1 W1 " * (n - p - up + 1) + "I0 W0 F1 I1 W1 " * (up - 1)
             + "I0 I1 " * i + "I0 W0 " * up + "W1 " * i + "W0 " * i
         )  # fmt: skip
-        rows.append([a for a in _numbered(text, (i, 2 * p - 1 - i)) if a.micro < m])
+        rows.append([a for a in _numbered(text.split(), (i, 2 * p - 1 - i)) if a.micro < m])
     return rows
 
 
@@ -305,23 +298,23 @@ def _dualpipe_v(p: int, m: int, v: int) -> list[Row]:
             + "B1 B0 " * half + "B1 I0 " * (1 - i % 2) + "I1 I0 " * half
             + "W I0 " * up + "W " * (i + 1)
         )  # fmt: skip
-        rows.append(_numbered(text, (i, 2 * p - 1 - i)))
+        rows.append(_numbered(text.split(), (i, 2 * p - 1 - i)))
     return rows
 
 
-def _numbered(text: str, own: tuple[int, int]) -> Row:
-    """Number the micro-batches of actions that are given by kind and which of two stages.
+def _numbered(actions: Iterable[str], own: Sequence[int]) -> Row:
+    """Number the micro-batches of actions that are given by kind and which of a rank's stages.
 
-    A W without a stage is that of the oldest I.
+    A W without a stage is that of the oldest I; an empty text is no action.
 
-    >>> print(*_numbered("F0 F0 I0 I0 W0 W", (2, 5)))
+    >>> print(*_numbered("F0 F0 I0 I0 W0 W".split(), (2, 5)))
     F2.0 F2.1 I2.0 I2.1 W2.0 W2.1
     """
     row: Row = []
     late: Row = []
     counts: Counter[tuple[bool, int]] = Counter()
-    for kind, *which in text.split():
-        stages = [own[int(n)] for n in which] or own
+    for text in filter(None, actions):
+        kind, stages = text[0], [own[int(n)] for n in [text[1:]] if n] or own
         if kind == "W":
             row.append(next(a for a in late if a.stage in stages))
             late.remove(row[-1])
@@ -338,14 +331,12 @@ def _numbered(text: str, own: tuple[int, int]) -> Row:
 class PipelineTimeline:
     """Timeline of a schedule: when each action begins and ends, in the unit of the costs.
 
-    ``busy``       per rank, the sum of its actions' costs.
-    ``in_flight``  per rank, see ``PipelineSchedule.held``.
+    ``busy``  per rank, the sum of its actions' costs.
     """
 
     begins: dict[Action, float]
     ends: dict[Action, float]
     busy: tuple[float, ...]
-    in_flight: tuple[int, ...]
 
     @property
     def seconds(self) -> float:
@@ -362,7 +353,7 @@ def timeline(
     s: PipelineSchedule,
     cost: Callable[[Action], float] = lambda a: 1.0 + (a.kind == "B"),
     hop: Callable[[int, int], float] = lambda source, target: 0.0,
-    needs: Mapping[int, Iterable[int]] | None = None,
+    needs: Mapping[int, Collection[int]] | None = None,
 ) -> PipelineTimeline:
     """Compute when each action of a schedule begins and ends.
 
@@ -373,17 +364,19 @@ def timeline(
     Raises: ShardError, with the action at which each rank waits, for a table that does not end.
 
     >>> found = timeline(schedule("zb", 4, 8))
-    >>> round(found.bubble, 3), found.seconds, found.in_flight
-    (0.111, 27.0, (4, 4, 4, 4))
+    >>> round(found.bubble, 3), found.seconds
+    (0.111, 27.0)
     """
-    takes = _sources({t: [t - 1] for t in range(1, s.stages)} if needs is None else needs)
-    gives = {"F": takes["I"], "I": takes["F"], "W": takes["W"]}
+    needs = {t: [t - 1] for t in range(1, s.stages)} if needs is None else needs
+    users = {at: [t for t in needs if at in needs[t]] for at in range(s.stages)}
+    # kind of result -> stage -> those that send it their results, and those that get its own
+    takes = {"F": needs, "I": users, "W": {}}
+    gives = {"F": users, "I": needs, "W": {}}
 
     def before(a: Action) -> Row:
         kind = _result(a).kind
-        own = {"F": "", "I": "F", "W": "I"}[kind]
-        received = [Action(kind, t, a.micro) for t in takes[kind][a.stage]]
-        return received + [a._replace(kind=k) for k in own]
+        received = [Action(kind, t, a.micro) for t in takes[kind].get(a.stage, ())]
+        return received + [a._replace(kind=k) for k in {"F": "", "I": "F", "W": "I"}[kind]]
 
     begins: dict[Action, float] = {}
     ends: dict[Action, float] = {}
@@ -401,7 +394,7 @@ def timeline(
                 result, stage = _result(a), a.stage
                 begins[a] = max([free[rank], *(there[x, stage] for x in before(a))])
                 ends[a] = free[rank] = there[result, stage] = begins[a] + cost(a)
-                for user in gives[result.kind][stage]:
+                for user in gives[result.kind].get(stage, ()):
                     there[result, user] = ends[a]
                     if (link := (rank, s.ranks[user])) != (rank, rank):
                         there[result, user] = max(ends[a], carries.get(link, 0)) + hop(stage, user)
@@ -410,17 +403,7 @@ def timeline(
         stuck = [f"rank {r} at {row[0]}" for r, row in enumerate(left) if row]
         raise _refused(f"{s.name} does not end: {', '.join(stuck)} wait for each other")
     busy = tuple(sum(cost(a) for a in row) for row in s.tables)
-    return PipelineTimeline(begins, ends, busy, tuple(s.held(r) for r in range(s.size)))
-
-
-def _sources(needs: Mapping[int, Iterable[int]]) -> dict[str, dict[int, list[int]]]:
-    """Return kind -> stage -> the stages from which it receives results of this kind."""
-    found: dict[str, dict[int, list[int]]] = {k: defaultdict(list) for k in "FIW"}
-    for t, sources in needs.items():
-        for source in sources:
-            found["F"][t].append(source)
-            found["I"][source].append(t)
-    return found
+    return PipelineTimeline(begins, ends, busy)
 
 
 def _result(a: Action) -> Action:

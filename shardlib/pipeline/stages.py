@@ -6,11 +6,10 @@ its inputs.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
-from typing import Any, TypeGuard, cast
+from functools import cached_property
+from typing import Any
 
 import optree
 import torch
@@ -22,7 +21,7 @@ from shardlib.dtypes import wider
 from shardlib.errors import ShardError, Unsupported
 from shardlib.grad import GradientSums, frozen
 from shardlib.layouts import Layout
-from shardlib.mesh import Mesh, record, within
+from shardlib.mesh import Memo, Mesh, record, within
 from shardlib.microbatches import MicroBatches
 from shardlib.modules.apply import Apply
 from shardlib.modules.dim_trace import called_with, example_inputs
@@ -31,22 +30,21 @@ from shardlib.modules.rules import Rules
 from shardlib.ops.registry import Why, case_of
 from shardlib.opspec import Args, Kwargs
 from shardlib.optim.transform import Transform
-from shardlib.pipeline.cut import Cut, Params, cut_of
+from shardlib.pipeline.cut import Cut, Params, cut_of, tells
 from shardlib.pipeline.forward import UnitCall, nan, spec_of
-from shardlib.pipeline.prices import explained
+from shardlib.pipeline.prices import StepPrices
 from shardlib.pipeline.schedules import (
     Action,
     PipelineSchedule,
     offered,
     placing,
-    registered,
     schedule,
 )
 from shardlib.pipeline.step import PipelineStep, Traffic
-from shardlib.pipeline.units import blocks_of, fitting, units_of
+from shardlib.pipeline.units import blocks_of, units_of
 from shardlib.planning.cluster import Cluster, cluster_of
-from shardlib.planning.constant_folding import Answers, Known
-from shardlib.planning.explain import Inputs, call_of_stages, on_paper
+from shardlib.planning.constant_folding import Answers
+from shardlib.planning.explain import Inputs, call_of_stages
 from shardlib.planning.explanation import PipelineExplanation
 from shardlib.tensor import ShardedTensor
 
@@ -161,8 +159,7 @@ class Pipeline:
     ``first``   the cut of its forward on example inputs.
     ``cuts``    function, shapes, modes and hooks -> for each branch its cut, and the values that
                 the function asks for there, as lengths: how they are computed, and what they are.
-    ``traffic`` the schedule and the cuts of a step's micro-batches -> their messages.
-    ``absent``  mesh -> what stands for parameters of other stages there.
+    ``memo``    the messages of a step's cuts; what stands for other stages' parameters on a mesh.
     ``on_values``  whether the module calls functions of sharded values, so that blocks will not do.
     """
 
@@ -176,8 +173,7 @@ class Pipeline:
     apply: Any = None
     first: Cut = field(init=False)
     cuts: dict[Any, list[tuple[Cut, Answers, object]]] = field(default_factory=dict)
-    traffic: dict[tuple[object, tuple[Cut, ...]], Traffic] = field(default_factory=dict)
-    absent: dict[Mesh, dict[str, Tensor]] = field(default_factory=dict)
+    memo: Memo = field(default_factory=Memo)
     on_values: bool = False
 
     @property
@@ -231,7 +227,7 @@ class Pipeline:
                 layouts = map(apply.inputs.get, apply.named(len(args)))
                 args = tuple(map(_of_its_rank, args, layouts))
             try:
-                cut, _ = self._cut(apply, alone, params, stages, args, kwargs)
+                cut, _ = cut_of(apply, alone, params, (args, kwargs), self.blocks, stages)
             except Exception as e:
                 # the module's own code may raise anything, and guessed inputs may not fit
                 failed = failed or e
@@ -255,14 +251,15 @@ class Pipeline:
 
     def _cut_for(self, f: Callable[..., Any], key: Any, batch: MicroBatches, k: int) -> Cut:
         """Return the cut for these shapes, and the branches that these values take."""
-        told = [parts[k] for parts in batch.parts if _known(parts[k])]
+        told = [parts[k] for parts in batch.parts if tells(parts[k])]
         for cut, answers, values in self.cuts.get(key, ()):
             if answers.of(told) == values:
                 return cut
         _refuse_in_training(self.apply.module)
         if len(self.cuts) > 64:
             self.cuts = {}
-        cut, answers = self._cut(f, self.paper, self.whole, self.first.begins, *batch[k])
+        begins = self.first.begins
+        cut, answers = cut_of(f, self.paper, self.whole, batch[k], self.blocks, begins)
         self._refuse_unheld(cut)
         branches = self.cuts.setdefault(key, [])[:63]
         self.cuts[key] = [(cut, answers, answers.of(told)), *branches]
@@ -283,29 +280,21 @@ class Pipeline:
             )
             raise _error(why, mine)
         batch = MicroBatches(*called_with(how.example), 1, stage=self.inner)
-        priced = partial(self.priced, f, batch, (None, cluster_of("h100"), False))
-        within = _fitting(self.first, priced, self._table(2 * size))
+        prices = StepPrices(self, f, batch, cluster_of("h100"))
+        within = prices.fitting(self._table(2 * size), self.first.chain)
         found, held = within(memory)
         if found:
             return found
-        more = within(math.inf)
-        while more[0]:
+        limit = math.inf
+        while (more := within(limit))[0]:
             found, held = more
-            more = within(max(held) - 1)
+            limit = max(held) - 1
         most, at = max(held), ", ".join(map(str, found))
         why = (
             f"every cut holds more than {memory:,.0f} B; the least is {most:,} B, of stage "
             f"{held.index(most)} where stages begin at {at}"
         )
         raise _error(why, mine.replace(repr(how.memory), str(most)))
-
-    def priced(
-        self, f: Callable[..., Any], batch: MicroBatches, how: tuple[Any, ...],
-        table: PipelineSchedule, begins: int | Sequence[UnitCall],
-    ) -> tuple[Cut, PipelineExplanation]:  # fmt: skip
-        """Cut a function where stages begin; explain a step whose micro-batches are cut so."""
-        cut, _ = self._cut(f, self.paper, self.whole, begins, *batch[0])
-        return cut, self.explained(f, batch, *how, table=table, cuts=[cut] * table.micros)
 
     def _refuse_unheld(self, cut: Cut) -> None:
         """Refuse a function in which a stage reads a parameter that its rank does not hold."""
@@ -315,13 +304,6 @@ class Pipeline:
                 why = f"the function reads {name!r} at {where}, and the module does not"
                 fix = "loss = lambda params, *batch: apply(params, *batch).mean()"
                 raise ShardError(why, op="value_and_grad", mesh=self.mesh, fix=fix)
-
-    def _cut(
-        self, f: Callable[..., Any], paper: Mesh, params: Params,
-        stages: int | Sequence[Any], args: Args, kwargs: Kwargs,
-    ) -> tuple[Cut, Answers]:  # fmt: skip
-        with _drafted(paper, args, kwargs) as (known, inputs):
-            return cut_of(f, params, inputs, self.blocks, stages), known.answers
 
     def _table(self, micros: int) -> PipelineSchedule:
         """Return the schedule of so many micro-batches.  Raises: ShardError for other ranks."""
@@ -338,11 +320,13 @@ class Pipeline:
         if len(params) == len(self.whole):
             return params
         mesh = next((x.mesh for x in params.values()), self.inner)
-        if mesh not in self.absent:
+
+        def absent() -> dict[str, Tensor]:
             specs = {n: spec_of(x) for n, x in self.whole.items()}
             ghosts = {n: nan(s.dtype, mesh).expand(s.stored(mesh)) for n, s in specs.items()}
-            self.absent[mesh] = {n: specs[n].value(x, mesh) for n, x in ghosts.items()}
-        return {**self.absent[mesh], **params}
+            return {n: specs[n].value(x, mesh) for n, x in ghosts.items()}
+
+        return {**self.memo("absent", id(mesh), absent), **params}
 
     def step(
         self, f: Callable[..., Any], params: Any, batch: MicroBatches, sums: GradientSums
@@ -357,21 +341,17 @@ class Pipeline:
             fix = "module.get_submodule(name).requires_grad_(False)  # before sl.parallelize"
             raise Unsupported(why, op="value_and_grad", mesh=self.mesh, fix=fix)
         cuts = self.cuts_for(f, batch)
-        key = registered(self.stages.schedule), cuts
-        if (traffic := self.traffic.get(key)) is None:
-            traffic = Traffic(cuts, self._table(batch.count), self.inner, self.here)
-            # of the last steps, since branches on values may combine in many ways
-            self.traffic = {**dict([*self.traffic.items()][-15:]), key: traffic}
+        make = lambda: Traffic(cuts, self._table(batch.count), self.inner, self.here)  # noqa: E731
+        # of the last steps, since branches on values may combine in many ways
+        traffic = self.memo("traffic", cuts, make, 16)
         return PipelineStep(self, f, traffic, batch, sums).run()
 
     def explained(
-        self, f: Callable[..., Any], batch: MicroBatches, tx: Transform | None, cluster: Cluster,
-        parts: bool, table: PipelineSchedule | None = None, cuts: Sequence[Cut] = (),
-    ) -> PipelineExplanation:  # fmt: skip
-        """Explain a step, see ``shardlib.pipeline.prices``."""
-        cuts, table = cuts or self.cuts_for(f, batch), table or self._table(batch.count)
-        with _drafted(self.paper, *batch[0]) as (_, given):
-            return explained(self, f, given, cuts, table, tx, cluster, parts)
+        self, f: Callable[..., Any], batch: MicroBatches, *how: Any
+    ) -> PipelineExplanation:
+        """Explain a step; ``how`` are further fields of ``StepPrices``."""
+        prices = StepPrices(self, f, batch, *how)
+        return prices.explained(self._table(batch.count), self.cuts_for(f, batch))
 
     def forward(self, params: Any, args: Args, kwargs: Kwargs) -> Any:
         """Run forward alone; return its result on every rank.
@@ -392,18 +372,6 @@ class Pipeline:
             return PipelineStep(self, self.apply, traffic, batch, sums).run()
 
 
-def _fitting(
-    cut: Cut, priced: Callable[..., tuple[Cut, PipelineExplanation]], table: PipelineSchedule
-) -> Callable[[float], tuple[list[UnitCall], list[int]]]:
-    """Return the search of the calls with which stages begin within a memory."""
-
-    def peaks(begins: Sequence[UnitCall]) -> list[int]:
-        places = priced(table, begins)[1].places
-        return [places[r].peak for r in table.ranks]
-
-    return fitting(cut.chain, table.stages, peaks)
-
-
 @case_of("pipeline")
 def _schedules(
     loss: Callable[..., Any], params: Any, inputs: Inputs = (), microbatches: int = 1,
@@ -411,8 +379,9 @@ def _schedules(
 ) -> Why:  # fmt: skip
     """List the cost of a step of a module in stages under every schedule, for ``sl.why``."""
     pipeline, batch = call_of_stages(loss, params, inputs, microbatches, "why")
-    how = tx, cluster_of(cluster), hasattr(params, "opened")
-    priced, memory = partial(pipeline.priced, loss, batch, how), how[1].memory
+    priced = cluster_of(cluster)
+    prices = StepPrices(pipeline, loss, batch, priced, tx, hasattr(params, "opened"))
+    memory = priced.memory
     own, count = pipeline.stages, len(pipeline.ranks)
     size = pipeline.mesh.axes[own.axis]
     begins: dict[int, Sequence[UnitCall]] = {count: pipeline.first.begins}
@@ -423,15 +392,17 @@ def _schedules(
         text = f"per_rank={v}, schedule={name!r}"
         try:
             table = schedule(name, size, batch.count, v)
-            cut, said = priced(table, begins.get(table.stages, table.stages))
+            cut, said = prices.cut_at(table, begins.get(table.stages, table.stages))
         except ShardError as e:
             verdicts.append((name, e.message.splitlines()[0]))
             continue
         begins[table.stages], found[text] = cut.begins, said
         verdicts.append((name, said.summary(memory)))
-        if said.peak > memory and v == 1 and (at := _fitting(cut, priced, table)(memory)[0]):
+        if said.peak <= memory or v > 1:
+            continue
+        if at := prices.fitting(table, cut.chain)(memory)[0]:
             names = [str(c) for c in at]
-            found[f"cut={names}, {text}"] = said = priced(table, at)[1]
+            found[f"cut={names}, {text}"] = said = prices.cut_at(table, at)[1]
             verdicts.append((f"{name} cut at {', '.join(names)}", said.summary(memory)))
     notes = [f"{n} stages begin at {', '.join(map(str, c))}" for n, c in begins.items()]
     fits = [text for text, x in found.items() if x.peak <= memory]
@@ -460,23 +431,3 @@ def _refuse_in_training(module: nn.Module, only_calls: bool = False) -> None:
 def _of_its_rank(x: Tensor, layout: Layout | None) -> Tensor:
     more = 0 if layout is None or layout.ellipsis is not None else x.ndim - len(layout.dims)
     return x.flatten(0, more) if more > 0 else x
-
-
-@contextmanager
-def _drafted(paper: Mesh, args: Args, kwargs: Kwargs) -> Iterator[tuple[Known, Any]]:
-    """Open a mesh of shapes; yield the values that are known there, and the arguments on it."""
-    with paper, Known() as known, within(traces=(), watcher=None, differentiated=True):
-
-        def told(x: object) -> object:
-            shape = on_paper(x, paper)
-            if _known(x):
-                known.tell(shape, x)
-            return shape
-
-        yield known, optree.tree_map(told, cast(Any, (args, kwargs)), none_is_leaf=True)
-
-
-def _known(x: object) -> TypeGuard[Tensor]:
-    """Check for plain integers, whose values are known when a function is cut."""
-    plain = isinstance(x, Tensor) and not isinstance(x, ShardedTensor)
-    return plain and not x.is_floating_point()

@@ -112,7 +112,7 @@ def explain(
     if staged_mesh(params) is not None:
         pipeline, batch = call_of_stages(apply, params, inputs, microbatches or 1)
         parts = hasattr(params, "opened")
-        return pipeline.explained(apply, batch, tx, cluster_of(cluster), parts)
+        return pipeline.explained(apply, batch, cluster_of(cluster), tx, parts)
     if mesh is None:
         mesh = own
     sizes = dict(axis_sizes(mesh))

@@ -353,10 +353,9 @@ class PipelineExplanation(Explanation):
             | {"moved": {kind: _plain(t.bytes) for kind, t in s.moved.items()}}
             for s in self.stages
         ]
-        flying = zip(self.places, self.line.in_flight, strict=True)
         places = [
             vars(p) | {"finish": _plain(p.finish.bytes), "peak": p.peak, "in_flight": held}
-            for p, held in flying
+            for p, held in zip(self.places, self.schedule.held, strict=True)
         ]
         return super().json() | {
             "schedule": self.schedule.name, "microbatches": self.schedule.micros,
@@ -386,8 +385,8 @@ class PipelineExplanation(Explanation):
         for i, place in enumerate(self.places):
             parts = ("parameters", "gradients", "state", "transient")
             held = ", ".join(f"{part} {size(getattr(place, part))}" for part in parts)
-            flying = self.line.in_flight[i]
-            lines.append(f"place {i}   {size(place.peak)} at the most: {held}; in flight {flying}")
+            flying = f"in flight {s.held[i]}"
+            lines.append(f"place {i}   {size(place.peak)} at the most: {held}; {flying}")
         lines.append(f"sent      {size(self.sent.bytes)} in {self.sent.messages} messages a step")
         lines.append("a micro-batch, per rank")
         for rows in self.kinds(by):

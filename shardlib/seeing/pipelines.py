@@ -54,7 +54,7 @@ class ScheduleChart(Shown, Pictured):
         s, line = self.schedule, timeline(self.schedule)
         return (
             f"{s.name} of {s.size} ranks, {s.micros} micro-batches: {line.seconds:.0f} ticks, "
-            f"{line.bubble:.1%} idle, in flight {' '.join(map(str, line.in_flight))}"
+            f"{line.bubble:.1%} idle, in flight {' '.join(map(str, s.held))}"
         ).replace("%", " %")
 
     def pieces(self) -> Pieces:

@@ -82,7 +82,7 @@ def test_why_lists_every_schedule_with_its_cost() -> None:
     )
     assert "the fastest: sl.Stages('pipe', per_rank=" in text
     few = sl.why("pipeline", f, params, torch.ones(12, 32), 3, "h100")
-    assert "takes micro-batches 2 at a time" in dict(few.verdicts)["interleaved"]
+    assert "take micro-batches 2 at a time" in dict(few.verdicts)["interleaved"]
     tight = sl.planning.Cluster(1e3, 1e8)
     with pytest.raises(sl.ShardError, match="not those of a module in stages"):
         sl.why("pipeline", f, {"w": torch.ones(2)})

@@ -114,7 +114,7 @@ def test_a_stage_keeps_the_micro_batches_of_its_table(name: str, size: int, micr
     table = schedule(name, size, micros, SCHEDULES[name])
     for rank in range(size):
         most = [n for s, n in enumerate(kept) if table.ranks[s] == rank]
-        assert max(most) <= table.held(rank) <= sum(most)
+        assert max(most) <= table.held[rank] <= sum(most)
 
 
 def _on_their_way(name: str, micros: int) -> list[int]:
@@ -143,7 +143,7 @@ def test_messages_are_kept_of_no_more_micro_batches_than_the_table_holds(
 ) -> None:
     """Outputs: than the rank itself holds; gradients, on their way to others: than any rank does."""
     table = schedule(name, 4, 16, SCHEDULES[name])
-    held = [table.held(rank) for rank in range(4)]
+    held = [table.held[rank] for rank in range(4)]
     for rank, (outputs, gradients) in enumerate(pool.run(_on_their_way, name, 16, pipe=4)):
         assert outputs <= held[rank] and gradients <= max(held) < 16
 
