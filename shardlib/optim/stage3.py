@@ -299,7 +299,10 @@ class Reading:
             # a checkpoint saves whole values
             return x
         one = self.at.get(x.untyped_storage()._cdata)
-        return x if one is None else (one, x.shape, x.stride(), x.storage_offset())
+        if one is None:
+            # a node that saves its output would hold itself, if no backward frees what it saved
+            return x.detach()
+        return one, x.shape, x.stride(), x.storage_offset()
 
     def unpack(self, kept: Any) -> Tensor:
         """Return the tensor of ``pack``; a weight's bucket is gathered again."""

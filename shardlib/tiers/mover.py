@@ -85,8 +85,9 @@ class Mover:
         # daemon: an interrupted main thread is not waited for by its movers
         args = self.due, self.stream, rate
         worker = threading.Thread(target=_serve, args=args, daemon=True, name=f"shardlib {name}")
-        worker.start()
+        # before it starts: an interrupted start leaves no thread either
         self.close: Callable[[], object] = weakref.finalize(self, _close, self.due, worker)
+        worker.start()
 
     def submit(
         self, job: Callable[[], Any], nbytes: int = 0, after: Sequence[Ticket] = ()
@@ -154,5 +155,6 @@ def _serve(due: SimpleQueue[Any], stream: Any, rate: float | None) -> None:
 def _close(due: SimpleQueue[Any], worker: threading.Thread) -> None:
     """End a thread when its jobs are done: one that is inside torch at exit aborts the process."""
     due.put(None)
-    if worker is not threading.current_thread():
+    # one whose start was interrupted ends by itself
+    if worker is not threading.current_thread() and worker.is_alive():
         worker.join()
