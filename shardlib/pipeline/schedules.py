@@ -367,11 +367,7 @@ def timeline(
     >>> round(found.bubble, 3), found.seconds
     (0.111, 27.0)
     """
-    needs = {t: [t - 1] for t in range(1, s.stages)} if needs is None else needs
-    users = {at: [t for t in needs if at in needs[t]] for at in range(s.stages)}
-    # kind of result -> stage -> those that send it their results, and those that get its own
-    takes = {"F": needs, "I": users, "W": {}}
-    gives = {"F": users, "I": needs, "W": {}}
+    takes, gives = _neighbours(s.stages, needs)
 
     def before(a: Action) -> Row:
         kind = _result(a).kind
@@ -404,6 +400,15 @@ def timeline(
         raise _refused(f"{s.name} does not end: {', '.join(stuck)} wait for each other")
     busy = tuple(sum(cost(a) for a in row) for row in s.tables)
     return PipelineTimeline(begins, ends, busy)
+
+
+def _neighbours(
+    stages: int, needs: Mapping[int, Collection[int]] | None
+) -> tuple[Mapping[str, Mapping[int, Collection[int]]], ...]:
+    """Return kind of result -> stage -> those that send it their results, and that get its own."""
+    needs = {t: [t - 1] for t in range(1, stages)} if needs is None else needs
+    users = {at: [t for t in needs if at in needs[t]] for at in range(stages)}
+    return {"F": needs, "I": users, "W": {}}, {"F": users, "I": needs, "W": {}}
 
 
 def _result(a: Action) -> Action:

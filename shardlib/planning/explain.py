@@ -66,7 +66,7 @@ def explain(
     mesh: MeshLike | Mapping[str, int] | None = None,
     microbatches: int,
     cluster: str | Cluster = "h100",
-) -> Any: ...
+) -> Explanation: ...
 def explain(
     apply: Callable[..., object],
     params: object,
@@ -120,11 +120,8 @@ def explain(
     call = _Call(apply, params, called_with(inputs), make)
     with Paths() as paths:
         try:
-            if microbatches is not None:
-                run = lambda: call.accumulated(microbatches, tx, paths)  # noqa: E731
-            else:
-                run = lambda: call.explain(backward, tx, paths)  # noqa: E731
-            found = planned(call.rehearse, run)
+            how = tx, paths, backward, microbatches
+            found = planned(call.rehearse, lambda: call.explain(*how))
             if isinstance(params, TieredParts):
                 return _in_tiers(found, params, cluster_of(cluster))
             return found
@@ -193,7 +190,11 @@ class _Call(NamedTuple):
         with self.opened() as (_, _, run), torch.no_grad():
             run()
 
-    def explain(self, backward: bool, tx: Transform | None, paths: Paths) -> Explanation:
+    def explain(
+        self, tx: Transform | None, paths: Paths, backward: bool, count: int | None
+    ) -> Explanation:
+        if count is not None:
+            return self.accumulated(count, tx, paths)
         with self.opened() as (paper, params, run), trace() as t:
             watch = CallRecorder(t, paper.size, backward, paths)
             trained = [x for x in _of(ShardedTensor, params) if x.raw.requires_grad]

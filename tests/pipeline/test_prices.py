@@ -125,10 +125,3 @@ def test_a_step_is_said_to_hold_the_same_whenever_it_is_asked() -> None:
         f = lambda p, ids: _loss(apply(p, ids), ids)  # noqa: E731
         first, again = (sl.explain(f, params, ids, microbatches=4) for _ in range(2))
     assert first.places == again.places
-
-
-def test_micro_batches_belong_to_stages() -> None:
-    with sl.simulate(x=2):
-        apply, params = sl.parallelize(torch.nn.Linear(4, 4), [("*", "...")])
-        with pytest.raises(sl.ShardError, match="a module in stages"):
-            sl.explain(apply, params, torch.ones(4, 4), microbatches=2)
