@@ -217,7 +217,8 @@ def _on_host(
 
     def pack(x: Tensor) -> object:
         if x.device.type == "cpu" or x.nbytes < _SMALL or x.untyped_storage()._cdata in stay:
-            return x
+            # a node that saves its output would hold itself, if no backward frees what it saved
+            return x.detach()
         if x.is_meta:
             # a planned call: count nothing on the device
             return x.shape, x.dtype

@@ -1,6 +1,8 @@
 """Remat: the same gradients, bit for bit, from less memory; what runs twice sees what it saw."""
 
+import gc
 import os
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -287,3 +289,22 @@ def test_mistakes_name_the_line_to_write() -> None:
             with pytest.raises(sl.errors.RuleLint, match=what) as caught:
                 sl.parallelize(model, [("*", "...")], remat=remat)  # type: ignore[arg-type]
             assert caught.value.fix.endswith(f"remat={fix})")
+
+
+@pytest.mark.parametrize("policy", ["full", "host"])
+def test_a_forward_whose_backward_never_runs_leaves_nothing(policy: str) -> None:
+    """Nothing that it saved stays alive, also where a node saved its own output."""
+    made: list[weakref.ref[Any]] = []
+    with sl.simulate(x=2):
+        block = nn.Sequential(nn.Linear(4, 4), nn.Sigmoid())
+        rules = [("*", "...")]
+        apply, params = sl.parallelize(nn.Sequential(block), rules, remat=[("0", policy)])
+
+        def f(p: Any) -> Any:
+            made.append(weakref.ref(apply(p, torch.ones(2, 4)).raw.untyped_storage()))
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            sl.value_and_grad(f)(params)
+        gc.collect()
+    assert [x() for x in made] == [None]

@@ -1,5 +1,7 @@
 """Stage 3 keeps parts: of every parameter, once, and steps those that are trained."""
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -87,3 +89,21 @@ def test_what_was_read_without_gradients_changes_none(op: str, before: str) -> N
         with new.opened() as read:
             assert not read["frozen"].requires_grad and read["p"].requires_grad
             torch.testing.assert_close(sl.unshard(read["p"]).detach(), start - leaf.grad)
+
+
+def test_a_forward_whose_backward_never_runs_leaves_nothing() -> None:
+    """Nothing that it saved stays alive, also where a node saved its own output."""
+    made: list[weakref.ref[Any]] = []
+    with sl.simulate(data=2):
+        module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Sigmoid())
+        apply, params = sl.parallelize(module, [("*", "...")])
+        tx = sl.optim.zero(sl.optim.sgd(0.5), "data", 3)
+
+        def f(p: Any) -> Any:
+            made.append(weakref.ref(apply(p, torch.ones(2, 4)).raw.untyped_storage()))
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            sl.value_and_grad(f, into=tx)(tx.shard(params))
+        gc.collect()
+    assert [x() for x in made] == [None]
