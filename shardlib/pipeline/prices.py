@@ -62,7 +62,7 @@ class _PaperStep(PipelineStep):
 
     def __init__(
         self, asked: "StepPrices", given: Inputs, cuts: Sequence[Cut], table: PipelineSchedule
-    ) -> None:  # fmt: skip
+    ) -> None:
         pipeline, tx = asked.pipeline, asked.tx
         axes = {pipeline.stages.axis: table.size, **pipeline.paper.axes}
         paper = replace(pipeline, mesh=record(**axes), inner=pipeline.paper, ranks=table.ranks)

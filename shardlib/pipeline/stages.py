@@ -326,6 +326,7 @@ class Pipeline:
             ghosts = {n: nan(s.dtype, mesh).expand(s.stored(mesh)) for n, s in specs.items()}
             return {n: specs[n].value(x, mesh) for n, x in ghosts.items()}
 
+        # what is kept holds the mesh, so no other has its number
         return {**self.memo("absent", id(mesh), absent), **params}
 
     def step(
@@ -347,10 +348,11 @@ class Pipeline:
         return PipelineStep(self, f, traffic, batch, sums).run()
 
     def explained(
-        self, f: Callable[..., Any], batch: MicroBatches, *how: Any
-    ) -> PipelineExplanation:
-        """Explain a step; ``how`` are further fields of ``StepPrices``."""
-        prices = StepPrices(self, f, batch, *how)
+        self, f: Callable[..., Any], batch: MicroBatches, cluster: Cluster,
+        tx: Transform | None, parts: bool,
+    ) -> PipelineExplanation:  # fmt: skip
+        """Explain a step, see ``StepPrices``."""
+        prices = StepPrices(self, f, batch, cluster, tx, parts)
         return prices.explained(self._table(batch.count), self.cuts_for(f, batch))
 
     def forward(self, params: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -379,9 +381,8 @@ def _schedules(
 ) -> Why:  # fmt: skip
     """List the cost of a step of a module in stages under every schedule, for ``sl.why``."""
     pipeline, batch = call_of_stages(loss, params, inputs, microbatches, "why")
-    priced = cluster_of(cluster)
-    prices = StepPrices(pipeline, loss, batch, priced, tx, hasattr(params, "opened"))
-    memory = priced.memory
+    prices = StepPrices(pipeline, loss, batch, cluster_of(cluster), tx, hasattr(params, "opened"))
+    memory = prices.cluster.memory
     own, count = pipeline.stages, len(pipeline.ranks)
     size = pipeline.mesh.axes[own.axis]
     begins: dict[int, Sequence[UnitCall]] = {count: pipeline.first.begins}

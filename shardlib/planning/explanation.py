@@ -382,11 +382,10 @@ class PipelineExplanation(Explanation):
                 f"stage {i}   {stage.name}, place {stage.place}: {took}; keeps {size(stage.kept)}"
                 f"{', sends ' * bool(sends)}{sends}{inside}"
             )
-        for i, place in enumerate(self.places):
+        for i, (place, flying) in enumerate(zip(self.places, s.held, strict=True)):
             parts = ("parameters", "gradients", "state", "transient")
             held = ", ".join(f"{part} {size(getattr(place, part))}" for part in parts)
-            flying = f"in flight {s.held[i]}"
-            lines.append(f"place {i}   {size(place.peak)} at the most: {held}; {flying}")
+            lines.append(f"place {i}   {size(place.peak)} at the most: {held}; in flight {flying}")
         lines.append(f"sent      {size(self.sent.bytes)} in {self.sent.messages} messages a step")
         lines.append("a micro-batch, per rank")
         for rows in self.kinds(by):
