@@ -157,7 +157,7 @@ def value_and_grad(
 
     def run(*args: object, **kwargs: object) -> tuple[Any, Any]:
         if microbatches is not None or (args and staged_mesh(args[0]) is not None):
-            _check_parts(microbatches, has_aux, argnums)
+            check_parts(microbatches, has_aux, argnums)
             return parts(args[0], args[1:], kwargs)
         value, grads = _run(f, numbers, has_aux, axes, into, args, kwargs)
         return value, tuple(grads) if several else grads[0]
@@ -424,11 +424,15 @@ class GradientSums:
         """The leaves as they are in the arguments."""
         return optree.tree_leaves(self.first.arguments)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all sums."""
+        return sum(w.numel() * wider(w.dtype).itemsize for w in self.first.wanted)
+
     @cached_property
     def together(self) -> Together:
         """The sums over mesh axes of what is given away."""
-        nbytes = sum(w.numel() * wider(w.dtype).itemsize for w in self.first.wanted)
-        return Together([], nbytes)
+        return Together([], self.nbytes)
 
     def leaves(self, again: bool = False) -> _Leaves:
         """Return new leaves of the parameters, with gradients unsummed over all axes.
@@ -616,7 +620,8 @@ def staged_mesh(params: Any) -> Mesh | None:
     return mesh if mesh is not None and mesh.outer is not None and mesh.outer.staged else None
 
 
-def _check_parts(microbatches: object, has_aux: bool, argnums: object) -> None:
+def check_parts(microbatches: object, has_aux: bool = False, argnums: object = 0) -> None:
+    """Refuse a number of micro-batches that is none, and what they cannot give."""
     whole = isinstance(microbatches, int) and microbatches is not True and microbatches > 0
     if microbatches is not None and not whole:
         why = f"microbatches={microbatches!r} is no positive whole number"

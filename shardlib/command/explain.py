@@ -28,8 +28,6 @@ def explain_run(config: Config, cluster: str | Cluster = "h100") -> Explanation:
     with use_mesh(mesh_of(config, "record")):
         made = built(config, values=False)
         batch = next(iter(batches(made, rows_of(config))))
-        staged, count = "stages" in config.tables, config.tables.get("microbatches")
-        params = made.params if staged else made.start()
-        if staged or count is not None:
-            return explain(made.loss, params, (batch,), tx=made.tx, microbatches=count or 1)
-        return explain(made.loss, params, (batch,), tx=made.tx, cluster=cluster)
+        params = made.params if "stages" in config.tables else made.start()
+        how = {"tx": made.tx, "microbatches": config.tables.get("microbatches")}
+        return explain(made.loss, params, (batch,), cluster=cluster, **how)

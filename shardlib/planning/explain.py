@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple, TypeVar, overload
+from typing import Any, NamedTuple, TypeVar
 
 import optree
 import torch
@@ -17,7 +17,14 @@ from torch import Tensor
 
 from shardlib.collectives import Event, Trace, trace
 from shardlib.errors import ShardError, Unsupported, user_line
-from shardlib.grad import GradientSums, accumulate, deferring, pipeline_of, staged_mesh
+from shardlib.grad import (
+    GradientSums,
+    accumulate,
+    check_parts,
+    deferring,
+    pipeline_of,
+    staged_mesh,
+)
 from shardlib.mesh import Mesh, MeshLike, axis_sizes, record, within
 from shardlib.microbatches import MicroBatches
 from shardlib.modules.dim_trace import called_with
@@ -45,28 +52,6 @@ T = TypeVar("T")
 Inputs = Tensor | Sequence[object] | Mapping[str, object]
 
 
-@overload
-def explain(
-    apply: Callable[..., object],
-    params: object,
-    inputs: Inputs = (),
-    *,
-    mesh: MeshLike | Mapping[str, int] | None = None,
-    backward: bool = True,
-    tx: Transform | None = None,
-    cluster: str | Cluster = "h100",
-) -> Explanation: ...
-@overload
-def explain(
-    apply: Callable[..., object],
-    params: object,
-    inputs: Inputs = (),
-    *,
-    tx: Transform | None = None,
-    mesh: MeshLike | Mapping[str, int] | None = None,
-    microbatches: int,
-    cluster: str | Cluster = "h100",
-) -> Explanation: ...
 def explain(
     apply: Callable[..., object],
     params: object,
@@ -109,6 +94,11 @@ def explain(
         fix = "sl.explain(apply, sl.shard(params, '...'), inputs)"
         raise ShardError("no parameter is sharded", op="explain", fix=fix)
     own = leaves[0].mesh
+    check_parts(microbatches)
+    if microbatches is not None and isinstance(params, TieredParts):
+        why = "of parameters in memory tiers, a step of one batch is explained"
+        fix = "sl.explain(apply, params, inputs, tx=tx)"
+        raise Unsupported(why, op="explain", mesh=own, fix=fix)
     if staged_mesh(params) is not None:
         pipeline, batch = call_of_stages(apply, params, inputs, microbatches or 1)
         parts = hasattr(params, "opened")
@@ -224,37 +214,32 @@ class _Call(NamedTuple):
         with self.opened() as (paper, params, _), trace() as t:
             args, kwargs = _papers(self.inputs, paper)
             watch = CallRecorder(t, paper.size, True, paths)
-            sink = None if tx is None else sink_of(tx, params)
-            if sink is not None:
-                setattr(sink, "take", partial(watch.counted, sink.take))  # noqa: B010
-            sums = GradientSums(params, (), sink)
-            sums.together = _Together([], watch, sum(x.nbytes for x in sums.first.wanted))
-            work, saved, rows = StepWork(), 0, 0
-            with Meter(StepWork()) as live:
+            sums = _CountedSums(params, None if tx is None else sink_of(tx, params), watch)
+            work, saved = StepWork(), []
+
+            def loss(*given: Any, **how: Any) -> Any:
+                with within(watcher=watch):
+                    out = self.apply(*given, **how)
+                saved.append(live.now)
+                watch.turn(watch.rows[-1] if watch.rows else None)
+                return out
+
+            with Meter(work) as live:
                 batch = MicroBatches(args, kwargs, count)
-
-                def loss(*given: Any, **how: Any) -> Any:
-                    nonlocal saved
-                    with within(watcher=watch):
-                        out = self.apply(*given, **how)
-                    saved = saved or live.now
-                    watch.turn(watch.rows[-1] if watch.rows else None)
-                    return out
-
                 for k in sorted({0, min(1, count - 1), count - 1}):
-                    times = count - 2 if 0 < k < count - 1 else 1
                     live.work, events, rows = StepWork(), len(t.events), len(watch.rows)
                     accumulate(loss, batch, k, sums)
                     if k == count - 1:
                         watch.counted(sums.finish)
                     watch.turn(None)
                     live.work.add(t.events[events:])
+                    times = count - 2 if 0 < k < count - 1 else 1
                     work.join(live.work, times)
                     watch.rows += watch.rows[rows:] * (times - 1)
             watch.close()
             state = 0 if tx is None else bytes_of(tx.init(params))
         return Explanation(
-            watch.rows, dict(paper.axes), bytes_of(params), live.peak, state, saved, work=work
+            watch.rows, dict(paper.axes), bytes_of(params), live.peak, state, saved[0], work=work
         )
 
 
@@ -460,6 +445,18 @@ class _Together(Together):
 
     def _post(self, key: Any) -> None:
         self.watch.counted(super()._post, key)
+
+
+class _CountedSums(GradientSums):
+    """Sums of the gradients of micro-batches, with the events of what is summed together."""
+
+    def __init__(self, params: object, sink: Sink | None, watch: CallRecorder) -> None:
+        super().__init__(params, (), sink)
+        self.watch = watch
+        self.together = _Together([], watch, self.nbytes)
+
+    def _take(self, i: int, g: Tensor) -> None:
+        self.watch.counted(super()._take, i, g)
 
 
 def sink_of(tx: Transform, params: object) -> Sink | None:

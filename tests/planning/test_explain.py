@@ -183,14 +183,16 @@ def test_a_first_step_takes_what_paper_says_at_every_stage(pool: Any) -> None:
 def steps_of_micro_batches() -> list[tuple[str, bool, float]]:
     """(stage and number, whether bytes are those on paper, counted peak over paper's)."""
     found, ids = [], torch.zeros(40, 64, dtype=torch.int64)
-    for stage, count in itertools.product((0, 1, 2, 3), (1, 2, 5)):
-        model = GPT(GPTConfig(ctx=64, layers=2, heads=4, embed=64))
+    ways = [*itertools.product((0, 1, 2, 3), (1, 2, 5), [torch.float32]), (2, 5, torch.bfloat16)]
+    for stage, count, dtype in ways:
+        model = GPT(GPTConfig(ctx=64, layers=2, heads=4, embed=64)).to(dtype)
         rules = sl.recipes.ddp(model)
         apply, params = sl.parallelize(
             model, rules, inputs={"idx": rules.tokens, "targets": rules.labels}
         )
         given = [sl.shard(ids, rules.tokens), sl.shard(ids, rules.labels)]
-        tx = sl.optim.zero(sl.optim.adamw(1e-3), "data", stage)
+        master = "fp32" if dtype is torch.bfloat16 else None
+        tx = sl.optim.zero(sl.optim.adamw(1e-3), "data", stage, master=master)
         params = tx.shard(params)
         plan = sl.explain(apply, params, given, tx=tx, microbatches=count)
         into = None if stage == 3 else tx
@@ -201,7 +203,7 @@ def steps_of_micro_batches() -> list[tuple[str, bool, float]]:
         alike = (plan.bytes, plan.messages) == (t.bytes, t.messages)
         moved = {axes: (float(b), m) for axes, (b, m) in plan.work.along.items()}
         alike &= sum(b for b, _ in moved.values()) == float(t.bytes)
-        found.append((f"{stage} {count}", alike, (beside + live.peak) / plan.peak))
+        found.append((f"{stage} {count} {dtype}", alike, (beside + live.peak) / plan.peak))
     return found
 
 
@@ -214,6 +216,25 @@ def test_a_step_of_micro_batches_takes_what_paper_says_at_every_stage(pool: Any)
             x for x in found if not x[1] or not -near - 0.02 * (x[0][0] == "3") < x[2] - 1 < near
         ]
         assert not wrong, wrong
+
+
+@pytest.mark.parametrize("count", [0, -1, True, 2.0])
+def test_what_is_no_number_of_micro_batches_is_refused(count: Any) -> None:
+    with sl.simulate(x=2):
+        apply, params = sl.parallelize(nn.Linear(4, 4), [("*", "...")])
+        f = lambda p, x: apply(p, x).sum()  # noqa: E731
+        with pytest.raises(sl.ShardError, match="no positive whole number"):
+            sl.explain(f, params, torch.ones(4, 4), microbatches=count)
+        with pytest.raises(sl.ShardError, match="not a scalar"):
+            sl.explain(apply, params, torch.ones(4, 4), microbatches=2)
+
+
+def test_micro_batches_in_memory_tiers_are_refused() -> None:
+    with sl.simulate(data=1):
+        _, params = sl.parallelize(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), [("*", "...")])
+        tx = sl.optim.zero(sl.optim.sgd(0.1), "data", 3, tiers=sl.optim.Tiers())
+        with pytest.raises(sl.errors.Unsupported, match="a step of one batch"):
+            sl.explain(lambda p: p, tx.shard(params), tx=tx, microbatches=2)
 
 
 def first_steps_of_own_parts() -> list[tuple[bool, float]]:
