@@ -89,6 +89,7 @@ class StepCalls:
     ``constants``  number -> value, of those that the module makes itself.
     ``shapes``     number -> global sizes.
     ``loss``       the number of the loss.
+    ``apply``      what was called: some calls read its modules.
 
     >>> import torch
     >>> mlp = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -105,12 +106,19 @@ class StepCalls:
     constants: dict[int, ShardedTensor] = field(default_factory=dict)
     shapes: dict[int, tuple[int, ...]] = field(default_factory=dict)
     loss: int = 0
+    apply: object = None
 
 
-def calls_of(module: nn.Module, inputs: Sequence[Tensor], loss: Callable[..., Any]) -> StepCalls:
+def calls_of(
+    module: nn.Module, inputs: Sequence[Tensor], loss: Callable[..., Any],
+    layer: Callable[[str], str] = lambda _: "",
+) -> StepCalls:  # fmt: skip
     """Record the calls of ``loss(apply, params, *inputs)`` on shapes.
 
     Products that read the same value are one call, as they gather it once (decision 0005).
+
+    ``layer``  path of a submodule -> its layer: products of several layers, as of what an encoder
+               gives to each layer of a decoder, stay apart.
     Raises: the errors of the module's forward on shapes.
     """
     with record(one=1) as mesh, Paths() as paths, Known():
@@ -122,8 +130,8 @@ def calls_of(module: nn.Module, inputs: Sequence[Tensor], loss: Callable[..., An
         found.inputs = {recorder.give(x): i for i, x in enumerate(given)}
         with within(watcher=recorder):
             out = loss(apply, params, *given)
-        found.loss = recorder.numbers[id(out)]
-    return replace(found, calls=_joined(found))
+        found.loss, found.apply = recorder.numbers[id(out)], apply
+    return replace(found, calls=_joined(found, layer))
 
 
 class _Recorder:
@@ -211,13 +219,13 @@ def _text(x: object) -> object:
     return ("tensor", id(x)) if isinstance(x, Tensor) else x
 
 
-def _joined(step: StepCalls) -> list[Call]:
-    """Make one call of products with weights that read the same value."""
-    readers: dict[int, list[int]] = defaultdict(list)
+def _joined(step: StepCalls, layer: Callable[[str], str]) -> list[Call]:
+    """Make one call of a layer's products with weights that read the same value."""
+    readers: dict[tuple[int, str], list[int]] = defaultdict(list)
     for at, call in enumerate(step.calls):
         data = [r for r in call.reads if r not in step.parameters]
         if call.name in ("linear", "addmm") and len(data) == 1:
-            readers[data[0]].append(at)
+            readers[data[0], layer(call.module)].append(at)
     made: dict[int, Call | None] = {}
     for places in readers.values():
         several = [step.calls[at] for at in places]

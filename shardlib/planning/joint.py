@@ -283,8 +283,9 @@ class Study:
         self.optimizer, self.cluster = optimizer, cluster
         self.outline = outline(module)
         self.small = self.outline.model(0)
-        self.step = calls_of(self.small, inputs, loss)
-        self.parts = parts_of(self.outline, self.step)
+        stacks = stacks_of(self.outline)
+        self.step = calls_of(self.small, inputs, loss, lambda module: _layer(module, stacks))
+        self.parts = parts_of(stacks, self.step)
         self.parameters = dict(self.small.named_parameters())
         self.groups = side_by_side(self.small)
         self.state = _state(optimizer, next(iter(self.parameters.values())).dtype)
@@ -365,7 +366,6 @@ class Study:
 
         ``limit``  seconds of the whole step, beyond which no way is of use.
         """
-        nothing = Way(0, 0, 0, 0)
         ranks = math.prod(search.holding.sizes.values())
         # states that the next part may begin in, with the least seconds until then
         reached = {self._begin(search): 0.0}
@@ -375,11 +375,14 @@ class Study:
             layers, rest = len(part.layers), sum(self.ideal[number + 1 :]) / ranks
             for (begin, spent), remat in itertools.product(reached.items(), part.policies):
                 own = (limit - spent - rest) / layers
-                ends_of = search.run(part.calls, {begin: [nothing]}, remat, own)
-                for end, ways in ends_of.items():
+                for after, ways in search.run(part.calls, begin, remat, own).items():
+                    # what is computed again is saved by none
+                    end = after
+                    if remat:
+                        end = after._replace(saved=after.saved & begin.saved)
                     if layers > 1 and not _repeats(begin, end):
                         continue
-                    made = [self._column(search, number, begin, end, way, remat) for way in ways]
+                    made = [_column(number, begin, end, way, remat) for way in ways]
                     found += undominated(made)
                     least = spent + layers * min(c.seconds for c in made)
                     ends[end] = min(least, ends.get(end, math.inf))
@@ -395,13 +398,9 @@ class Study:
         search = Search(
             self.step, Table(self.step, mesh), candidates, rates, Holding({"one": 1}), inputs
         )
-        found, states = [], {self._begin(search): [Way(0, 0, 0, 0)]}
+        found, state = [], self._begin(search)
         for part in self.parts:
-            states = {
-                end: [Way(0, 0, 0, 0, before=w) for w in ways] for end, ways in states.items()
-            }
-            states = search.run(part.calls, states)
-            (ways,) = states.values()
+            ((state, ways),) = search.run(part.calls, state).items()
             found.append(len(part.layers) * min(w.forward + w.back for w in ways))
         return found
 
@@ -417,34 +416,6 @@ class Study:
             begin = replace(operand, trained=of_layers)
             found.append(Alive(number, begin, number, operand.nbytes))
         return State(tuple(found))
-
-    def _column(
-        self, search: Search, part: int, begin: State, end: State, way: Way, remat: str
-    ) -> Column:
-        leaves = list(way.choices().values())
-        kept = sum(map(search.holding.kept, leaves))
-        gradients = sum(map(search.holding.gradients, leaves))
-        saved, most = search.peak(way, begin)
-        seconds = way.forward + way.back
-        if remat:
-            held = {x.root: x.nbytes for x in begin.alive if x.counts}
-            after = {x.root for x in end.alive}
-            border = sum(n for root, n in held.items() if root not in after)
-            return Column(
-                part, _key(begin), _key(end), seconds + way.forward, kept, gradients, border, most,
-                (way, remat),
-            )  # fmt: skip
-        return Column(
-            part,
-            _key(begin),
-            _key(end),
-            seconds,
-            kept,
-            gradients,
-            saved,
-            most - saved,
-            (way, remat),
-        )
 
     def explained(self, found: Solution, setting: Setting, room: float) -> LayoutPlan:
         """Return a solution as a plan, with the cost of its whole step."""
@@ -519,6 +490,19 @@ def _folded(pattern: str, said: Mapping[int, tuple[str, ...]]) -> list[tuple[str
     return [*others, (pattern.format("*"), *usual)]
 
 
+def _column(part: int, begin: State, end: State, way: Way, remat: str) -> Column:
+    seconds, saved = way.forward + way.back, way.saved
+    if remat:
+        seconds += way.forward
+        after = {x.root for x in end.alive}
+        borders = {x.root: x.nbytes for x in begin.alive if x.counts and x.root not in after}
+        saved = sum(n for root, n in borders.items() if root not in begin.saved)
+    states = _key(begin), _key(end)
+    return Column(
+        part, *states, seconds, way.kept, way.gradients, saved, way.most, way=(way, remat)
+    )
+
+
 def _best(one: LayoutPlan | None, other: LayoutPlan | None, room: float) -> LayoutPlan | None:
     """Return the better of two plans, of which there may be none."""
     if one is None or (other is not None and _better(other, one, room)):
@@ -551,7 +535,8 @@ def _repeats(begin: State, end: State) -> bool:
 
 def _key(state: State) -> Any:
     """Return what columns of consecutive parts must agree in."""
-    return tuple(sorted(map(str, _places(state).items())))
+    saved = Counter((x.operand.place, x.root in state.saved) for x in state.alive)
+    return tuple(sorted(map(str, (*_places(state).items(), *saved.items()))))
 
 
 def undominated(columns: Sequence[Column]) -> list[Column]:
@@ -566,14 +551,19 @@ def undominated(columns: Sequence[Column]) -> list[Column]:
     return found
 
 
-def parts_of(outline: Outline, step: StepCalls) -> list[Part]:
-    """Cut the calls of a step into layers of stacks, and what is before, between and behind them."""
+def stacks_of(outline: Outline) -> dict[str, tuple[str, ...]]:
+    """Return, for each distinct layer of the smaller model, the paths of all layers like it."""
     stacks: dict[str, tuple[str, ...]] = {}
     for path, alike in outline.stacks:
         for at, members in enumerate(alike):
             # a module that is a stack itself has the path ""
             layer = f"{path}.".lstrip(".")
             stacks[f"{layer}{at}"] = tuple(f"{layer}{i}" for i in members)
+    return stacks
+
+
+def parts_of(stacks: Mapping[str, tuple[str, ...]], step: StepCalls) -> list[Part]:
+    """Cut the calls of a step into layers of stacks, and what is before, between and behind them."""
     found: list[Part] = []
     for path, calls in itertools.groupby(step.calls, lambda c: _layer(c.module, stacks)):
         found.append(Part(tuple(calls), path, stacks.get(path, ("",))))

@@ -47,10 +47,6 @@ class State(NamedTuple):
     alive: tuple[Alive, ...] = ()
     saved: frozenset[int] = frozenset()
 
-    def border(self) -> tuple[object, ...]:
-        """Return what two borders of a stack of layers have in common: places, not numbers."""
-        return tuple((x.operand.place, x.operand.dtype, x.operand.trained) for x in self.alive)
-
 
 class WayStep(NamedTuple):
     """A call with its strategy, and the layouts of the parameters that it is the first to read."""
@@ -61,19 +57,29 @@ class WayStep(NamedTuple):
 
 
 class Way:
-    """A way to run the calls so far: seconds of both passes, bytes kept, and bytes saved.
+    """A way to run the calls so far: seconds of both passes, and bytes.
 
-    ``kept``  bytes that parameters, their gradients and the optimizer's state take.
+    ``kept``   bytes of parameters and optimizer state, ``gradients`` those of the gradients.
+    ``saved``  bytes that backward reads; ``most`` the most that either pass holds of them and of
+               values and gradients of values at once.
     """
 
-    __slots__ = ("back", "before", "forward", "kept", "saved", "step")
+    __slots__ = ("back", "before", "forward", "gradients", "kept", "most", "saved", "step")
 
     def __init__(
-        self, forward: float, back: float, kept: float, saved: float,
-        step: WayStep | None = None, before: "Way | None" = None,
+        self, forward: float = 0, back: float = 0, kept: float = 0, gradients: float = 0,
+        saved: float = 0, most: float = 0, step: WayStep | None = None, before: "Way | None" = None,
     ) -> None:  # fmt: skip
-        self.forward, self.back, self.kept, self.saved = forward, back, kept, saved
-        self.step, self.before = step, before
+        self.forward, self.back, self.kept, self.gradients = forward, back, kept, gradients
+        self.saved, self.most, self.step, self.before = saved, most, step, before
+
+    def costs(self, remat: bool) -> tuple[float, ...]:
+        """Return what a program adds up, or takes the most of: less of all is never worse."""
+        end, held, most = (self.kept + n for n in (self.gradients, self.saved, self.most))
+        if remat:
+            # nothing stays saved, but the calls to come hold it beside theirs
+            return 2 * self.forward + self.back, end, held, most, self.kept
+        return self.forward + self.back, end, held, most
 
     def steps(self) -> list[WayStep]:
         """List the steps, the first first."""
@@ -163,45 +169,46 @@ class Search:
         self.offers = table.offers
 
     def run(
-        self, calls: Sequence[Call], begin: Mapping[State, Sequence[Way]], remat: str = "",
-        limit: float = math.inf,
-    ) -> dict[State, list[Way]]:  # fmt: skip
-        """Return the best ways through these calls from these states, by the state they end in.
+        self, calls: Sequence[Call], begin: State, remat: str = "", limit: float = math.inf
+    ) -> dict[State, list[Way]]:
+        """Return the best ways through these calls from a state, by the state they end in.
 
         ``limit``  seconds of the ways that are of use.
         Nothing is returned where a call runs under no layouts, or none within the limit.
         """
-        now = {state: list(ways) for state, ways in begin.items()}
+        now = {begin: [Way()]}
+        outer = {x.root for x in begin.alive} | {*self.step.parameters, *self.constants}
         for call in calls:
-            now = self._through(call, now, remat, limit)
+            found: dict[State, list[Way]] = defaultdict(list)
+            for state, ways in now.items():
+                for after, more in self._through(call, state, ways, outer):
+                    found[after] += more
+            best = {state: undominated(ways, bool(remat), limit) for state, ways in found.items()}
+            now = {state: ways for state, ways in best.items() if ways}
         return now
 
     def _through(
-        self, call: Call, now: Mapping[State, Sequence[Way]], remat: str, limit: float
-    ) -> dict[State, list[Way]]:
-        found: dict[State, list[Way]] = defaultdict(list)
-        for state, ways in now.items():
-            have = {x.number: x for x in state.alive}
-            for choice, strategy in self._offers(call, have):
-                forward, back = self._seconds(call, strategy, have, choice)
-                kept = sum(
-                    self.holding.kept(x) + self.holding.gradients(x) for x in choice.values()
+        self, call: Call, state: State, ways: Sequence[Way], outer: Collection[int]
+    ) -> Iterator[tuple[State, list[Way]]]:
+        """Yield the states behind a call, each with these ways made longer.
+
+        ``outer``  what the memory of these calls does not count.
+        """
+        have = {x.number: x for x in state.alive}
+        holding = self.holding
+        for choice, strategy in self._offers(call, have):
+            forward, back = self._seconds(call, strategy, have, choice)
+            kept = sum(map(holding.kept, choice.values()))
+            gradients = sum(map(holding.gradients, choice.values()))
+            after, more, meanwhile = self._after(call, state, have, choice, strategy, outer)
+            step = WayStep(call, strategy, choice)
+            yield after, [
+                Way(
+                    w.forward + forward, w.back + back, w.kept + kept, w.gradients + gradients,
+                    w.saved + more, max(w.most, w.saved + more + meanwhile), step, w,
                 )
-                after, more = self._after(call, state, have, choice, strategy)
-                step = WayStep(call, strategy, choice)
-                found[after] += [
-                    Way(
-                        w.forward + forward, w.back + back, w.kept + kept,
-                        w.saved + more * (not remat), step, w,
-                    )
-                    for w in ways
-                ]  # fmt: skip
-        again = 1 + bool(remat)
-        best = {
-            state: [w for w in undominated(ways, again) if again * w.forward + w.back <= limit]
-            for state, ways in found.items()
-        }
-        return {state: ways for state, ways in best.items() if ways}
+                for w in ways
+            ]  # fmt: skip
 
     def _seconds(
         self, call: Call, strategy: CallStrategy, have: Mapping[int, Alive], choice: Choice
@@ -231,9 +238,12 @@ class Search:
 
     def _after(
         self, call: Call, state: State, have: Mapping[int, Alive], choice: Choice,
-        strategy: CallStrategy,
-    ) -> tuple[State, float]:  # fmt: skip
-        """Return the state behind a call, and the bytes that it saves in addition."""
+        strategy: CallStrategy, outer: Collection[int],
+    ) -> tuple[State, float, float]:  # fmt: skip
+        """Return the state behind a call, and the bytes that it saves in addition.
+
+        The third is the most bytes that either pass holds there beside all that is saved until then.
+        """
         alive = dict(have)
         for r in call.reads:
             if r not in alive:
@@ -247,10 +257,18 @@ class Search:
             if x.counts and x.root not in saved and x.root not in self.step.parameters:
                 saved.add(x.root)
                 more += x.nbytes
+        values = {x.root: x.nbytes for x in alive.values() if x.root not in {*outer, *saved}}
         at = self.at[id(call)]
         left = [x for n, x in alive.items() if self.last.get(n, -1) > at or n == self.step.loss]
         left.sort(key=lambda x: x.number)
-        return State(tuple(left), frozenset(saved & {x.root for x in left})), more
+        forward = strategy.most + sum(values.values())
+        most = max(forward, strategy.most_back + self._gradients(left))
+        return State(tuple(left), frozenset(saved & {x.root for x in left})), more, most
+
+    def _gradients(self, alive: Sequence[Alive]) -> int:
+        """Return the bytes of the gradients that backward brings to these values."""
+        values = [x for x in alive if x.number not in self.step.parameters]
+        return sum(x.operand.nbytes for x in values if x.operand.trained and x.counts)
 
     def _leaf(self, number: int, choice: Choice) -> Alive:
         leaf = choice.get(number)
@@ -325,16 +343,6 @@ class Search:
             return None
         return found
 
-    def peak(self, way: Way, begin: State) -> tuple[float, float]:
-        """Return the bytes saved by a way's calls, and the most that they hold at once.
-
-        Both beside what ``begin`` holds; gradients of parameters are not counted.
-        """
-        played = _Played(self, begin)
-        for step in way.steps():
-            played.forward(step)
-        return played.saved(), played.back(way.steps())
-
 
 def _results(call: Call, strategy: CallStrategy, have: Mapping[int, Alive]) -> list[Alive]:
     """Return the results of a call; one that shares an operand's memory has its root."""
@@ -354,85 +362,21 @@ def _saved(call: Call, strategy: CallStrategy, have: Mapping[int, Alive]) -> lis
     return [have[numbers[k]] for k in strategy.saved]
 
 
-class _Played:
-    """Memory of one way, played through forward and backward."""
+def undominated(ways: Sequence[Way], remat: bool = False, limit: float = math.inf) -> list[Way]:
+    """Return the ways that no other beats in seconds and in each of their bytes, the fastest first.
 
-    def __init__(self, search: Search, begin: State) -> None:
-        self.search, self.begin = search, begin
-        self.have = {x.number: x for x in begin.alive}
-        self.outer = {x.root for x in begin.alive}
-        self.alive: dict[int, int] = {}
-        self.held: dict[int, int] = {}
-        self.uses: dict[int, int] = defaultdict(int)
-        self.savers: list[list[int]] = []
-        self.beside = 0
-        self.most = 0.0
+    ``limit``  seconds of the ways that are of use.
 
-    def forward(self, step: WayStep) -> None:
-        call, strategy = step.call, step.strategy
-        for r in call.reads:
-            if r not in self.have:
-                self.have[r] = self.search._leaf(r, step.choice)
-        results = _results(call, strategy, self.have)
-        self.have |= {x.number: x for x in results}
-        self.alive |= {x.number: x.nbytes for x in results if x.root == x.number}
-        mine = []
-        for x in _saved(call, strategy, self.have):
-            if x.counts and x.root not in self.search.step.parameters:
-                mine.append(x.root)
-                self.uses[x.root] += 1
-                if not (x.root in self.outer and x.root in self.begin.saved):
-                    self.held[x.root] = x.nbytes
-        self.savers.append(mine)
-        self.beside += strategy.beside
-        now = sum(self.alive.values()) + sum(
-            n for root, n in self.held.items() if root not in self.alive
-        )
-        self.most = max(self.most, now + self.beside + strategy.most)
-        at = self.search.at[id(call)]
-        later = {
-            x.root for n, x in self.have.items()
-            if self.search.last.get(n, -1) > at or n == self.search.step.loss
-        }  # fmt: skip
-        self.alive = {root: n for root, n in self.alive.items() if root in later}
-
-    def saved(self) -> float:
-        return float(sum(self.held.values()) + self.beside)
-
-    def back(self, steps: Sequence[WayStep]) -> float:
-        """Play backward; return the most bytes held in either pass."""
-        parameters = self.search.step.parameters
-        last = [self.have[n] for n in steps[-1].call.gives]
-        gradients = {x.number: x.operand.nbytes for x in last if x.counts}
-        for step, mine in zip(reversed(steps), reversed(self.savers), strict=True):
-            now = sum(self.held.values()) + self.beside + sum(gradients.values())
-            self.most = max(self.most, now + step.strategy.most_back)
-            for n in step.call.gives:
-                gradients.pop(n, None)
-            for r in step.call.reads:
-                x = self.have[r]
-                if r not in parameters and x.operand.trained and x.counts:
-                    gradients[r] = x.operand.nbytes
-            self.beside -= step.strategy.beside
-            for root in mine:
-                self.uses[root] -= 1
-                if not self.uses[root]:
-                    self.held.pop(root, None)
-        return self.most
-
-
-def undominated(ways: Sequence[Way], again: int = 1) -> list[Way]:
-    """Return the ways that no other beats in both seconds and bytes, the fastest first.
-
-    ``again``  how often forward runs.
-
-    >>> [w.saved for w in undominated([Way(1, 1, 0, 9), Way(2, 1, 0, 9), Way(2, 2, 0, 4)])]
+    >>> ways = [Way(1, 1, saved=9), Way(2, 1, saved=9), Way(2, 2, saved=4)]
+    >>> [w.saved for w in undominated(ways)]
     [9, 4]
     """
     found: list[Way] = []
-    least = math.inf
-    for way in sorted(ways, key=lambda w: (again * w.forward + w.back, w.kept + w.saved)):
-        if way.kept + way.saved < least:
-            least = way.kept + way.saved
+    best: list[tuple[float, ...]] = []
+    for costs, way in sorted(((w.costs(remat), w) for w in ways), key=lambda c: c[0]):
+        if costs[0] > limit:
+            break
+        if not any(all(a <= b for a, b in zip(c, costs, strict=True)) for c in best):
+            best.append(costs)
             found.append(way)
     return found

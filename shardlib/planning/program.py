@@ -25,8 +25,10 @@ class Column:
     ``seconds``  of both passes.
     ``kept``     bytes of parameters and optimizer state, ``gradients`` those of the gradients.
     ``saved``    bytes saved from forward to its backward.
-    ``most``     bytes in addition while it runs backward.
+    ``most``     the most bytes beside the kept ones that it holds while it runs.
     ``way``      what it stands for.
+
+    Less of everything is never worse: nothing is subtracted but what is added before.
     """
 
     part: int
@@ -38,6 +40,13 @@ class Column:
     saved: float
     most: float
     way: Any = None
+
+    def beyond(self, last: int) -> float:
+        """Return what it holds while it runs beside what ``_held`` counts for it."""
+        counted = self.saved
+        if last:
+            counted = self.gradients
+        return max(self.most - counted, 0)
 
 
 @dataclass(frozen=True)
@@ -81,9 +90,8 @@ def peak(taken: Sequence[tuple[Column, int]]) -> float:
     """Return the most bytes that these layers hold at once."""
     most = sum(n * (c.kept + c.gradients) for c, n in taken)
     for c, _ in taken:
-        most = max(
-            most, *(sum(n * _held(d, c, last) for d, n in taken) + c.most for last in (0, 1))
-        )
+        for last in (0, 1):
+            most = max(most, sum(n * _held(d, c, last) for d, n in taken) + c.beyond(last))
     return most
 
 
@@ -182,6 +190,6 @@ class _Constraints:
             held = {i: _held(d, c, last) / scale for i, d in columns}
             rows.append(({**held, self.integers + 2 * part + last: -1.0}, 0.0, 0.0))
         for (j, c), last in itertools.product(columns, (0, 1)):
-            row = {self.integers + 2 * c.part + last: 1.0, self.used[j]: c.most / scale}
+            row = {self.integers + 2 * c.part + last: 1.0, self.used[j]: c.beyond(last) / scale}
             rows.append(({**row, self.peak: -1.0}, -math.inf, 0.0))
         return rows

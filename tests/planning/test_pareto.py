@@ -32,17 +32,20 @@ def test_no_way_there_is_beats_those_that_are_kept(seed: int, monkeypatch: Any) 
     module, rows = drawn(seed)
     loss = lambda apply, params, x: apply(params, x).square().mean()  # noqa: E731
     study = Study(module, (rows,), loss, sl.optim.adamw(0.01), CLUSTER)
-    begin = {pareto.State(): [pareto.Way(0, 0, 0, 0)]}
+    begin = pareto.State()
     for setting in study.settings({"a": 2}):
         search = setting.search
         kept = search.run(study.step.calls, begin)
         with monkeypatch.context() as patch:
-            patch.setattr(pareto, "undominated", lambda ways, again=1: list(ways))
+            patch.setattr(pareto, "undominated", lambda ways, *_: list(ways))
             every = search.run(study.step.calls, begin)
         figures = lambda found: {  # noqa: E731
-            (w.forward + w.back, w.kept + w.saved) for ways in found.values() for w in ways
-        }
+            (
+                w.forward + w.back, w.kept + w.gradients, w.kept + w.saved, w.kept + w.most,
+            )
+            for ways in found.values() for w in ways
+        }  # fmt: skip
         best, all_ways = figures(kept), figures(every)
         assert best <= all_ways
-        for seconds, nbytes in all_ways:
-            assert any(s <= seconds * (1 + 1e-12) and n <= nbytes for s, n in best)
+        for way in all_ways:
+            assert any(all(b <= x * (1 + 1e-12) for b, x in zip(o, way, strict=True)) for o in best)

@@ -1,0 +1,243 @@
+"""Plans of drawn models, meshes and budgets: confirmed by explain, and their steps are one process's.
+
+    python -W ignore -m tests.planning.plans_run --count 60 --seed 0
+
+A model of ``benchmarks.zoo`` or of ``MODELS`` is planned without a budget, then within a drawn share
+of what it takes.  Five steps of AdamW in fp64 on simulated ranks must lose what one process loses;
+the plan must fit; and ``sl.explain`` of what ``plan.apply`` returns must say what the plan says.
+"""
+
+import argparse
+import random
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import shardlib as sl
+from benchmarks.zoo import BART, GPT2, SMALL, T5, TEXT, VIT, ZOO, B, D, V, _ids, _seeded
+from shardlib.planning.joint import LayoutPlan, plan_layouts
+
+CLUSTER = sl.planning.Cluster(1e12, 2e10, 1, between=sl.planning.Link(1e-4, 1e-8), bandwidth=5e9)
+
+
+class Case(NamedTuple):
+    """A drawn plan: the model's name, the mesh or the ranks, and the share of a free plan's bytes."""
+
+    model: str
+    axes: tuple[int, ...]
+    share: float
+
+    @property
+    def where(self) -> dict[str, Any]:
+        """The mesh as ``plan_layouts`` takes it."""
+        if len(self.axes) == 1:
+            return {"ranks": self.axes[0]}
+        return {"mesh": dict(zip("abc", self.axes, strict=False))}
+
+
+class MLP(nn.Module):
+    """Layers of four widths: nothing repeats."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.ModuleList(nn.Linear(a, b) for a, b in [(32, 64), (64, 96), (96, 48), (48, 8)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.fc:
+            x = layer(x).tanh()
+        return x
+
+
+def _hf(model: str, config: str, **settings: Any) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        import transformers
+
+        made = getattr(transformers, config)(**settings)
+        if "experts" in settings:
+            made._experts_implementation = settings["experts"]
+        return getattr(transformers, model)(made).eval()
+
+    return make
+
+
+def _text() -> dict[str, Tensor]:
+    return {"input_ids": _ids()}
+
+
+def _pair() -> dict[str, Tensor]:
+    return {"input_ids": _ids(), "decoder_input_ids": _ids(seed=1)}
+
+
+_BART = {**BART, "encoder_layers": 2, "decoder_layers": 3}
+_SOUND = {
+    **_BART, "num_mel_bins": 8, "max_source_positions": 16, "max_target_positions": 32,
+    "vocab_size": V, "pad_token_id": 0, "begin_suppress_tokens": None, "suppress_tokens": None,
+}  # fmt: skip
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Tensor]]]] = {
+    "gpt2 of 4": (_hf("GPT2LMHeadModel", "GPT2Config", **{**GPT2, "n_layer": 4}), _text),
+    "llama of 3": (
+        _hf("LlamaForCausalLM", "LlamaConfig", **{**SMALL, **TEXT, "num_hidden_layers": 3}),
+        _text,
+    ),
+    "vit of 3": (
+        _hf("ViTForImageClassification", "ViTConfig", **{**VIT, "num_hidden_layers": 3}),
+        lambda: {"pixel_values": _seeded(B, 3, 16, 16)},
+    ),
+    "t5 of 2 and 3": (
+        _hf("T5ForConditionalGeneration", "T5Config", **{**T5, "num_decoder_layers": 3}), _pair,
+    ),
+    "bart of 2 and 3": (_hf("BartForConditionalGeneration", "BartConfig", **_BART), _pair),
+    "whisper of 2 and 3": (
+        _hf("WhisperForConditionalGeneration", "WhisperConfig", **_SOUND),
+        lambda: {"input_features": _seeded(B, 8, 32), "decoder_input_ids": _ids()},
+    ),
+    "mlp": (lambda: MLP(), lambda: {"x": _seeded(B, D)}),
+}  # fmt: skip
+
+NAMES = (
+    *MODELS, "bert", "mamba", "DiT block", "mixtral (eager)", "mixtral (batched_mm)",
+    "qwen3_moe (eager)", "qwen3_moe (batched_mm)", "nn.Transformer", "experts (masked)", "MLP-Mixer",
+    "blocks of nn.Sequential", "relative position bias",
+)  # fmt: skip
+
+
+def made(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
+    """Return a model in fp64, with its inputs by name."""
+    torch.manual_seed(0)
+    if name in MODELS:
+        make, inputs = MODELS[name]
+        return make().double(), inputs()
+    module, given = ZOO[name]()
+    return module.double(), given
+
+
+def loss_over(names: tuple[str, ...]) -> Callable[..., Tensor]:
+    """Return the mean of squares of all outputs, of inputs given by these names."""
+
+    def loss(apply: Any, params: Any, *inputs: Any) -> Tensor:
+        fixed = {"use_cache": False} if "use_cache" in dict(apply.arguments) else {}
+        out = apply(params, **dict(zip(names, inputs, strict=True)), **fixed)
+        found = getattr(out, "logits", getattr(out, "last_hidden_state", out))
+        return found.square().mean()
+
+    return loss
+
+
+def draw(seed: int) -> Case:
+    """Draw a case."""
+    rng = random.Random(seed)
+    axes = rng.choice([(2,), (4,), (8,), (2, 2), (4, 2), (2, 2, 2)])
+    return Case(rng.choice(NAMES), axes, rng.choice([1.0, 0.9, 0.75, 0.6, 0.0]))
+
+
+def planned(case: Case) -> tuple[nn.Module, dict[str, Tensor], LayoutPlan, float]:
+    """Return the model, its inputs, its plan and the budget; the least plan where none fits."""
+    module, inputs = made(case.model)
+    given = tuple(inputs.values())
+
+    def plan(memory: float) -> LayoutPlan:
+        return plan_layouts(
+            module, given, **case.where, memory=memory, cluster=CLUSTER, loss=loss_over((*inputs,))
+        )
+
+    free = plan(1e12)
+    budget = case.share * free.peak
+    try:
+        return module, inputs, plan(budget), budget
+    except sl.errors.BadArgument as e:
+        least = float(str(e).split("memory=")[-1])
+        return module, inputs, plan(least), least
+
+
+def stepped(
+    module: nn.Module, inputs: Mapping[str, Tensor], plan: LayoutPlan | None, steps: int = 5
+) -> tuple[list[float], float]:
+    """Return the losses of some steps, by a plan or on one rank, and the bytes that one receives."""
+    loss = loss_over((*inputs,))
+    with sl.simulate(**(plan.mesh if plan else {"a": 1})):
+        tx = sl.optim.adamw(1e-3)
+        texts = ("...",) * len(inputs)
+        if plan is None:
+            apply, params = sl.parallelize(module, [("*", "...")])
+        else:
+            apply, params, tx = plan.apply(module)
+            texts = plan.inputs
+        given = [sl.shard(x, text) for x, text in zip(inputs.values(), texts, strict=True)]
+        state, out, nbytes = tx.init(params), [], 0.0
+        for _ in range(steps):
+            with sl.trace() as moved:
+                into = tx if tx.sink else None
+                value, grads = sl.value_and_grad(lambda p: loss(apply, p, *given), into=into)(
+                    params
+                )
+                params, state, _ = sl.optim.step(tx, params, grads, state)
+            out.append(value.item())
+            nbytes = moved.bytes
+    return out, nbytes
+
+
+def confirm(inputs: Mapping[str, Tensor], module: nn.Module, plan: LayoutPlan) -> str:
+    """Explain what a plan applies, and return in what it differs from what the plan says."""
+    loss = loss_over((*inputs,))
+    with sl.record(**plan.mesh):
+        apply, params, tx = plan.apply(module)
+        given = tuple(
+            sl.shard(x.to("meta"), t) for x, t in zip(inputs.values(), plan.inputs, strict=True)
+        )
+        found = sl.explain(lambda p, *x: loss(apply, p, *x), params, given, tx=tx)
+    if abs(found.peak - plan.peak) > 0.01 * plan.peak:
+        return f"peak {plan.peak}, explained {found.peak}"
+    return ""
+
+
+def judge(case: Case) -> tuple[str, LayoutPlan]:
+    """Return what is wrong with a case's plan, "" if nothing is, and the plan."""
+    module, inputs, plan, budget = planned(case)
+    if plan.peak > budget:
+        return f"{plan.peak} bytes of {budget:.0f}", plan
+    differs = confirm(inputs, module, plan)
+    if differs:
+        return differs, plan
+    want, _ = stepped(module, inputs, None)
+    got, nbytes = stepped(module, inputs, plan)
+    off = max(abs(a - b) / max(abs(b), 1e-12) for a, b in zip(got, want, strict=True))
+    if off > 1e-9:
+        return f"losses {got}, of one process {want}", plan
+    said = sum(b for b, _ in plan.along.values())
+    if abs(said - nbytes) > 0.01 * max(said, nbytes) + 1024:
+        return f"{nbytes:.0f} bytes received, said {said:.0f}", plan
+    return "", plan
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Judge drawn cases; return how many are wrong."""
+    asked = argparse.ArgumentParser(description=__doc__)
+    asked.add_argument("--count", type=int, default=60)
+    asked.add_argument("--seed", type=int, default=0)
+    asked.add_argument("--model", default="")
+    options = asked.parse_args(argv)
+    wrong = 0
+    for seed in range(options.seed, options.seed + options.count):
+        case = draw(seed)
+        if options.model:
+            case = case._replace(model=options.model)
+        began = time.process_time()
+        try:
+            what, plan = judge(case)
+            told = f"{dict(plan.mesh)} zero={dict(plan.zero)} remat={len(plan.remat)}"
+        except Exception as e:
+            what, told = f"{type(e).__name__}: {e}", ""
+        wrong += bool(what)
+        took = time.process_time() - began
+        print(f"{seed} {case}: {what or 'right'}; {told} {took:.1f} s", flush=True)
+    print(f"{options.count - wrong} of {options.count} plans are right")
+    return wrong
+
+
+if __name__ == "__main__":
+    sys.exit(bool(main()))
