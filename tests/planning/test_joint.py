@@ -213,3 +213,39 @@ every = 1
         config = checked(str(file), [])
         losses.append([*start(config, simulated=True).losses.values()])
     assert len(losses[0]) == 3 and torch.allclose(*map(torch.tensor, losses), atol=1e-6)
+
+
+class Reads(nn.Module):
+    """A layer that reads what an encoder gave."""
+
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.k, self.v = nn.Linear(16, 16, bias), nn.Linear(16, 16, bias)
+
+    def forward(self, x: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+        return x + self.k(memory).relu() * self.v(memory)
+
+
+class Decoder(nn.Module):
+    """A stack whose first layer differs, as T5's does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.h = nn.ModuleList(Reads(bias) for bias in (True, False, False))
+
+    def forward(self, memory: torch.Tensor) -> torch.Tensor:
+        x = memory
+        for layer in self.h:
+            x = layer(x, memory)
+        return x
+
+
+def test_layers_of_two_kinds_that_read_one_value_have_rules_of_their_own() -> None:
+    model, rows = Decoder(), torch.randn(8, 16)
+    found = plan_layouts(model, rows, mesh={"a": 2}, cluster=CLUSTER)
+    with sl.simulate(a=2):
+        apply, params, _ = found.apply(model)
+        assert sorted(params) == sorted(dict(model.named_parameters()))
+        assert torch.allclose(
+            sl.unshard(apply(params, sl.shard(rows, found.inputs[0]))), model(rows)
+        )
