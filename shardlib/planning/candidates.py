@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -41,7 +41,8 @@ class Leaf(NamedTuple):
 class Candidates:
     """The layouts to weigh on a mesh.
 
-    ``groups``  (parameter, dimension) -> matrices that lie side by side in it, as q, k and v may.
+    ``groups``   (parameter, dimension) -> matrices that lie side by side in it, as q, k and v may.
+    ``refused``  parameter -> layouts that it may not have.
 
     >>> import torch
     >>> from shardlib.planning.calls import calls_of
@@ -55,9 +56,10 @@ class Candidates:
 
     def __init__(
         self, step: StepCalls, mesh: Mesh, parameters: Mapping[str, Tensor],
-        groups: Mapping[tuple[str, int], int],
+        groups: Mapping[tuple[str, int], int], refused: Mapping[str, Collection[str]] | None = None,
     ) -> None:  # fmt: skip
         self.step, self.mesh, self.parameters, self.groups = step, mesh, parameters, groups
+        self.refused = refused or {}
         self.axes = [a for a, n in mesh.axes.items() if n > 1]
         self.known: dict[tuple[str, str, str], Operand | None] = {}
 
@@ -95,6 +97,8 @@ class Candidates:
     def leaf(self, name: str, text: str, out: str = "") -> Leaf | None:
         """Return a parameter under a layout, or None where it does not divide."""
         key = name, text, out
+        if text in self.refused.get(name, ()):
+            return None
         if key not in self.known:
             p = self.parameters[name]
             layout = Layout.parse(text).resolve(p.ndim)

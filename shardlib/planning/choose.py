@@ -1,28 +1,83 @@
-"""Choose: the plan of one family of grids, for the products of a model alone, by their formulas.
+"""Choose a grid of the three-axis product (grids.py) for the products of a model, by formulas alone.
 
-The search of ``plan`` restricted to the grids of the three-axis product (grids.py): every grid,
-with gathered operands saved or not, is priced by ``step_cost``, alone and in the stages of a
-pipeline, and the fastest that fits is taken.  Attention and norms move little or nothing under
+Every grid, with gathered operands saved or not, is priced by ``step_cost``, alone and in the stages
+of a pipeline, and the fastest that fits is taken.  Attention and norms move little or nothing under
 these layouts.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from shardlib.cost import moving, summing
 from shardlib.errors import ShardError, Unsupported
 from shardlib.mesh import Link
+from shardlib.modules import recipes
 from shardlib.modules.dim_trace import trace_dimensions
-from shardlib.planning.grids import Grid3, candidates, divides, in_stages, step_cost, times
+from shardlib.planning.grids import (
+    Grid3,
+    candidates,
+    divides,
+    divisors,
+    grids_text,
+    hiding,
+    in_stages,
+    stage_counts,
+    step_cost,
+    times,
+)
 from shardlib.planning.layer_dedup import Layer, all_products, elements, outline, width
-from shardlib.planning.plan import Plan, Strategy, divisors, hiding, search, stage_counts
 
 _FIX = "sl.choose([(1024, 4096), (4096, 1024)], 8, batch=64)"
+
+
+@dataclass(frozen=True)
+class Grids:
+    """The grids that fit, the best first.
+
+    ``mesh``      axis sizes of the best, for ``make_mesh(**found.mesh)``.
+    ``recipe``    the best's function of ``shardlib.modules.recipes``.
+    ``save``      operands that it keeps gathered; if any, train within ``sl.saving()``.
+    ``rejected``  how many do not divide the sizes, or do not fit.
+
+    >>> found = choose([(64, 256), (256, 64)], 4, batch=64)
+    >>> found.mesh == found.best.mesh, found.best is found.table[0]
+    (True, True)
+    """
+
+    table: tuple[Grid3, ...]
+    rejected: int
+
+    @property
+    def best(self) -> Grid3:
+        """The fastest grid that fits."""
+        return self.table[0]
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """The axis sizes of the best grid."""
+        return dict(self.best.mesh)
+
+    @property
+    def recipe(self) -> Callable[..., recipes.Recipe]:
+        """The recipe that lays a model out as the best grid does."""
+        mlp = self.best.mlp
+        return recipes.cube3d if mlp == "mnk" else partial(recipes.cube3d, mlp=mlp)
+
+    @property
+    def save(self) -> str:
+        """The operands that the best grid keeps gathered."""
+        return self.best.save
+
+    def __str__(self) -> str:
+        return grids_text(self.table, self.rejected)
+
+    __repr__ = __str__
 
 
 def choose(
@@ -38,7 +93,7 @@ def choose(
     links: Link | Mapping[str, Link] | None = None,
     flops: float | None = None,
     pipe: int | None = None,
-) -> Plan[Grid3]:
+) -> Grids:
     """Find the fastest grid of ``world`` ranks for one training step of a model's linear layers.
 
     ``model``   a module, or (inputs, outputs) of its linear layers in turn: expanding, contracting,
@@ -48,11 +103,11 @@ def choose(
     ``heads``   attention heads, which the axis n must divide.
     ``links``   one Link, or one per axis x (m), y (n), z (k), pipe and data, as ``probe`` measures.
     ``flops``   multiply-adds x 2 per second and rank, to include the products themselves.
-    ``pipe``    stages of a pipeline, as ``plan`` takes it; by default every number is considered
+    ``pipe``    stages of a pipeline over an axis of this name; by default every number is considered
                 for a module with repeated layers, where ``flops`` says what a bubble costs.
 
-    Each distinct product with a weight is priced once and counted.  ``planning.plan`` runs all of a
-    step on the meta device.  Ties go to fewer messages.  Raises: ShardError if no grid divides or
+    Each distinct product with a weight is priced once and counted.  ``sl.plan`` prices all of a
+    step.  Ties go to fewer messages.  Raises: ShardError if no grid divides or
     fits.
 
     >>> mlp = [(1024, 4096), (4096, 1024)]
@@ -71,18 +126,16 @@ def choose(
     room = math.inf if memory is None else memory
     step = _Step(layers, batch, sequence, itemsize, state, links, flops)
 
-    def weigh(way: Strategy) -> list[Grid3]:
-        if way.pipe > 1:
-            rows = batch // math.prod(way.mesh[a] for a in ("data", "x", "y"))
-            way = replace(way, accumulate=hiding(max(1, rows), way.pipe))
-        if not step.divides(way, heads):
-            raise ShardError("it does not divide the sizes", op="choose")
-        grids = [step.grid(way, save) for save in _savings(way)]
-        return [g for g in grids if g.cost.memory <= room]
-
-    ways = _ways(layers, world, stage_counts(world, depth if flops or pipe else 1, pipe))
-    table, rejected = search(ways, weigh, _order)
-    if not table:
+    found, rejected = [], 0
+    for split in _splits(
+        layers, world, batch, stage_counts(world, depth if flops or pipe else 1, pipe)
+    ):
+        if step.divides(split, heads):
+            grids = [step.grid(split, save) for save in _savings(split)]
+            found += [g for g in grids if g.cost.memory <= room]
+        else:
+            rejected += 1
+    if not found:
         within = f" in {stages} stages" if stages > 1 else ""
         why = f"no grid of {world} ranks{within} divides these sizes"
         if memory is not None:
@@ -91,18 +144,31 @@ def choose(
         operands = {"batch": batch, "layers": sizes}
         fix = f"sl.choose(model, 1, batch={batch})"
         raise ShardError(why, op="choose", operands=operands, fix=fix)
-    return Plan(table, memory, len(ways), rejected, batch)
+    return Grids(tuple(sorted(found, key=_order)), rejected)
 
 
-def _ways(layers: Sequence[Layer], world: int, stages: Sequence[int]) -> list[Strategy]:
+class _Split(NamedTuple):
+    """Axis sizes, roles in MLPs and micro-batches, as ``Grid3`` has them."""
+
+    m: int
+    k: int
+    n: int
+    mlp: str
+    pipe: int
+    data: int
+    micros: int
+
+
+def _splits(
+    layers: Sequence[Layer], world: int, batch: int, stages: Sequence[int]
+) -> Iterator[_Split]:
     """List the grids of ``world`` ranks with these numbers of stages."""
-    return [
-        Strategy("cube3d", {"pipe": p, "data": d, "x": m, "y": n, "z": k}, mlp=mlp)
-        for p in stages
+    for p in stages:
         # without a pipeline m moves as little as copies do, and holds less
-        for d in (divisors(world // p) if p > 1 else [1])
-        for m, k, n, mlp in candidates(layers, world // p // d)
-    ]
+        for d in divisors(world // p) if p > 1 else [1]:
+            for m, k, n, mlp in candidates(layers, world // p // d):
+                micros = hiding(max(1, batch // (d * m * n)), p) if p > 1 else 1
+                yield _Split(m, k, n, mlp, p, d, micros)
 
 
 @dataclass(frozen=True)
@@ -117,20 +183,20 @@ class _Step:
     links: Mapping[str, Link] | None
     flops: float | None
 
-    def divides(self, way: Strategy, heads: int | None) -> bool:
+    def divides(self, split: _Split, heads: int | None) -> bool:
         """Check that sizes divide over a grid, and rows also over copies and micro-batches."""
-        rows, odd = divmod(self.batch, way.mesh["data"] * way.accumulate)
-        m, n, k = (way.mesh[a] for a in "xyz")
-        return not odd and divides(self.layers, m, k, n, way.mlp, rows, heads)
+        m, k, n, mlp, _, data, micros = split
+        rows, odd = divmod(self.batch, data * micros)
+        return not odd and divides(self.layers, m, k, n, mlp, rows, heads)
 
-    def grid(self, way: Strategy, save: str) -> Grid3:
+    def grid(self, split: _Split, save: str) -> Grid3:
         """Price a step on a grid, in the largest of its stages."""
-        p, d, m, n, k = way.mesh.values()
-        count, ranks, links = way.accumulate, m * n * k, self.links
+        m, k, n, mlp, p, d, count = split
+        ranks, links = m * n * k, self.links
         stage = [x._replace(count=-(-x.count // p)) for x in self.layers]
         tokens = self.batch // (d * count) * self.sequence
         held = min(count, p)
-        one = step_cost(stage, m, k, n, save, tokens, self.itemsize, self.state, way.mlp, held)
+        one = step_cost(stage, m, k, n, save, tokens, self.itemsize, self.state, mlp, held)
         # 2 flops per multiply-add, in three products: forward, dX, dW
         work = 6 * tokens * elements(stage) / ranks / self.flops if self.flops else 0.0
         crossing = tokens * width(self.layers) * self.itemsize if p > 1 else 0
@@ -139,7 +205,7 @@ class _Step:
         own = one.seconds(links) + work
         seconds = in_stages(own, p, count, hop.seconds(links)) + sums.seconds(links)
         cost = times(one, count) + times(hop, 2 * count) + sums
-        return Grid3(m, k, n, save, cost, seconds, way.mlp, p, d, count)
+        return Grid3(m, k, n, save, cost, seconds, mlp, p, d, count)
 
 
 def _order(g: Grid3) -> tuple[Any, ...]:
@@ -158,12 +224,11 @@ def _check_counts(layers: Sequence[Layer], **counts: int) -> None:
         raise ShardError(f"nothing to choose for: {what}", op="choose", fix=_FIX)
 
 
-def _savings(way: Strategy) -> Iterable[str]:
+def _savings(split: _Split) -> list[str]:
     """List the operands that may be kept gathered: none, x, w, or both, of those that are."""
-    m, n, k = (way.mesh[a] for a in "xyz")
-    moves = {"x": max(k, n) > 1, "w": m > 1 or "m" in way.mlp[1:]}
+    moves = {"x": max(split.k, split.n) > 1, "w": split.m > 1 or "m" in split.mlp[1:]}
     gathered = [operand for operand, does in moves.items() if does]
-    return dict.fromkeys(["", *gathered, "".join(gathered)])
+    return list(dict.fromkeys(["", *gathered, "".join(gathered)]))
 
 
 def _layers(model: nn.Module | Sequence[tuple[int, int]]) -> tuple[list[Layer], int]:

@@ -336,6 +336,20 @@ class PipelineExplanation(Explanation):
         inside = [self.stages[a.stage].moved[a.kind].bytes for row in rows for a in row]
         return self.sent.bytes + Fraction(sum(inside) + sum(ends)) / len(rows)
 
+    @property
+    def along(self) -> Mapping[str, tuple[float, float]]:
+        """Axes -> bytes and messages that one rank receives in a step, on average over the places."""
+        work, rows = StepWork(), self.schedule.tables
+        work.add(self.sent.events)
+        for t in [
+            *(self.stages[a.stage].moved[a.kind] for row in rows for a in row),
+            *(p.finish for p in self.places),
+        ]:
+            inside = StepWork()
+            inside.add(t.events)
+            work.join(inside, 1 / len(rows))
+        return work.along
+
     def summary(self, memory: float) -> str:
         """Format seconds, bubble, peaks and bytes of a step in one line."""
         peaks = ", ".join(size(p.peak) for p in self.places)

@@ -19,6 +19,9 @@ from shardlib.ops.matmul.function import DimMove
 from shardlib.ops.matmul.matmul3d import price_of_gather
 from shardlib.planning.layer_dedup import Layer
 
+PIPE, STAGES = "pipe", 16
+"""The axis of a pipeline in plans, and the most stages that are considered."""
+
 
 @dataclass(frozen=True)
 class Grid3:
@@ -50,11 +53,6 @@ class Grid3:
         """Axis sizes as ``recipes.cube3d`` names them, behind those of a pipeline."""
         outer = {"pipe": self.pipe, "data": self.data} if self.pipe > 1 else {}
         return outer | {"x": self.m, "y": self.n, "z": self.k}
-
-    @property
-    def fits(self) -> bool:
-        """True: a grid that does not fit into the memory is no candidate."""
-        return True
 
     @property
     def name(self) -> str:
@@ -224,6 +222,21 @@ def times(cost: Cost, count: int) -> Cost:
     """Return the cost of ``count`` equal products, or micro-batches."""
     along = tuple((axes, count * nbytes, count * n) for axes, nbytes, n in cost.along)
     return Cost(count * cost.bytes, count * cost.messages, cost.memory, along)
+
+
+def stage_counts(ranks: int, depth: int, pipe: int | None = None) -> list[int]:
+    """List the numbers of stages to consider for a model of so many equal layers, or ``pipe``."""
+    return [n for n in divisors(ranks) if n <= min(depth, STAGES) and pipe in (None, n)]
+
+
+def hiding(rows: int, pipe: int) -> int:
+    """Return the number of equal micro-batches that hides the bubble of so many stages."""
+    return max(n for n in divisors(rows) if n <= 4 * pipe)
+
+
+def divisors(n: int) -> list[int]:
+    """List the divisors of a number."""
+    return [d for d in range(1, n + 1) if n % d == 0]
 
 
 # ---------------------------------------------------------------- a lower bound

@@ -12,36 +12,34 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from shardlib import toml_text
-from shardlib._compat import tree_flatten
-from shardlib.capacity import bytes_in
-from shardlib.errors import BadArgument, ShardError, mesh_text
-from shardlib.layouts import Layout
 from shardlib.mesh import record
 from shardlib.modules import parallelize
-from shardlib.optim.adaptive import adamw
 from shardlib.optim.transform import Transform
 from shardlib.optim.zero import zero
+from shardlib.pipeline.stages import Stages
 from shardlib.placing import shard
 from shardlib.planning.calls import Call, StepCalls, calls_of
 from shardlib.planning.candidates import Candidates, side_by_side
-from shardlib.planning.cluster import Cluster, cluster_of
+from shardlib.planning.cluster import Cluster
 from shardlib.planning.explain import bytes_of, explain
-from shardlib.planning.explanation import Explanation, size
+from shardlib.planning.explanation import Explanation, PipelineExplanation
+from shardlib.planning.grids import PIPE
 from shardlib.planning.layer_dedup import Outline, outline
 from shardlib.planning.pareto import BUCKET, Alive, Holding, Search, State, Way
-from shardlib.planning.plan import loss_of
 from shardlib.planning.program import Column, Solution, solve
 from shardlib.planning.strategies import Table
-from shardlib.planning.work import Rates
+from shardlib.planning.work import Rates, StepWork
 
 NEAR = 1.05
 """Share of the best plan's seconds to which a program may think that a plan takes."""
+
+ENOUGH = 1.01
+"""A way that takes at most so much longer than the best in any memory needs no more of it."""
 
 ROUNDS = 3
 """Times that a plan that needs more than was thought is taken back, and the program solved again."""
@@ -67,174 +65,84 @@ class Part:
 
 
 @dataclass(frozen=True)
-class LayoutPlan:
-    """Way to train a module: what ``parallelize`` and ``zero`` take, with the cost of a step.
-
-    ``mesh``     axis sizes, for ``make_mesh``.
-    ``rules``    layouts of parameters, as ``parallelize`` takes them.
-    ``inputs``   layouts of the inputs of the module's forward, in their order.
-    ``remat``    policies, as ``parallelize`` takes them.
-    ``zero``     keyword arguments of ``sl.optim.zero``; none: no ZeRO.
-    ``peak``     the most bytes of one rank, ``seconds`` of a step: as ``sl.explain`` finds them.
-    ``along``    axes -> bytes and messages that a rank receives in a step, the update among it.
-    ``explained``  the explanation of forward and backward.
-
-    >>> import shardlib as sl
-    >>> mlp = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
-    >>> found = plan_layouts(mlp, torch.empty(32, 64), ranks=2)
-    >>> with sl.simulate(**found.mesh):
-    ...     apply, params, tx = found.apply(mlp)
-    >>> sorted(params) == sorted(name for name, *_ in found.rules)
-    True
-    """
+class Strategy:
+    """A way to train a module, with the cost of a step: fields as ``sl.planning.Plan`` has them."""
 
     mesh: Mapping[str, int]
     rules: tuple[tuple[str, ...], ...]
     inputs: tuple[str, ...]
     remat: tuple[tuple[str, str], ...]
     zero: Mapping[str, Any]
+    microbatches: int
     seconds: float
     peak: int
     along: Mapping[str, tuple[float, float]]
     explained: Explanation = field(repr=False)
-    memory: float = math.inf
-    optimizer: Transform | None = field(default=None, repr=False)
 
-    def apply(self, module: nn.Module) -> tuple[Any, dict[str, Any], Transform]:
-        """Return ``(apply, params, tx)`` on the ambient mesh: ``parallelize`` and ``zero`` as planned."""
-        apply, params = parallelize(module, self.rules, pad=True, remat=self.remat)
-        tx = self.optimizer or adamw(1e-3)
-        return apply, params, _zeroed(tx, self.zero)
+    def better(self, other: "Strategy | None", room: float) -> bool:
+        """Return whether it fits where another does not, or is faster, or the smaller of two."""
+        if other is None:
+            return True
+        fits = self.peak <= room, other.peak <= room
+        if all(fits):
+            return (self.seconds, self.peak) < (other.seconds, other.peak)
+        return fits[0] or (not fits[1] and self.peak < other.peak)
 
-    def toml(self) -> str:
-        """Write the tables of a file that ``shardlib train`` reads, beside its model and optimizer.
+    @property
+    def pipe(self) -> int:
+        """The number of stages of a pipeline."""
+        return self.mesh.get(PIPE, 1)
 
-        >>> mlp = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
-        >>> print(plan_layouts(mlp, torch.empty(65536, 64), ranks=2).toml())
-        [mesh]
-        a = 2
-        <BLANKLINE>
-        [data]
-        layout = "a ..."
-        <BLANKLINE>
-        [layout]
-        pad = true
-        rules = [
-            ["0.weight", ". ."],
-            ["0.bias", "..."],
-            ["2.weight", ". ."],
-            ["2.bias", "..."],
-        ]
-        <BLANKLINE>
-        [optimizer.zero]
-        axis = ["a"]
-        stage = 2
-        """
-        rows = str(Layout.parse(self.inputs[0]).dims[0])
-        tables = {
-            "mesh": dict(self.mesh),
-            "data": {"layout": f"{rows} ..."},
-            "layout": {"pad": True, "rules": self.rules},
-            "optimizer.zero": dict(self.zero),
-            "remat": dict(self.remat),
-        }
-        return "\n\n".join(_table(name, keys) for name, keys in tables.items() if keys)
+    @property
+    def inner(self) -> dict[str, int]:
+        """The axes of each stage."""
+        return {a: n for a, n in self.mesh.items() if a != PIPE}
 
-    def __str__(self) -> str:
-        room = size(round(self.memory))
-        lines = [
-            f"{mesh_text(self.mesh)}: {size(self.peak)} of {room}, {self.seconds:.3g} s a step"
-        ]
-        lines.append("inputs " + ", ".join(map(repr, self.inputs)))
-        if self.zero:
-            lines.append("zero " + ", ".join(f"{k}={v!r}" for k, v in self.zero.items()))
-        lines += [f"  {rule}" for rule in self.rules]
-        lines += [f"  remat {rule}" for rule in self.remat]
-        for axes, (nbytes, messages) in self.along.items():
-            lines.append(f"over {axes}: {size(round(nbytes))} in {math.ceil(messages)} messages")
-        return "\n".join(lines)
+    def parallelized(self, module: nn.Module) -> tuple[Any, dict[str, Any]]:
+        """Return ``(apply, params)`` on the ambient mesh."""
+        stages = Stages(PIPE) if self.pipe > 1 else None
+        return parallelize(module, self.rules, pad=True, remat=self.remat, stages=stages)
 
 
-def _table(name: str, keys: Mapping[str, Any]) -> str:
-    """Write a table of a TOML file, with a line for each rule."""
-    lines = [f"[{name}]"]
-    for k, x in keys.items():
-        text = toml_text.value(x)
-        if k == "rules":
-            text = "\n".join(["[", *(f"    {toml_text.value(rule)}," for rule in x), "]"])
-        lines.append(f"{toml_text.key(k)} = {text}")
-    return "\n".join(lines)
+@dataclass(frozen=True)
+class Question:
+    """What a plan is made for, and what it may use.
 
-
-def _zeroed(tx: Transform, how: Mapping[str, Any]) -> Transform:
-    if not how:
-        return tx
-    return zero(tx, **how)
-
-
-def plan_layouts(
-    module: nn.Module,
-    inputs: Tensor | Sequence[Tensor],
-    *,
-    ranks: int | None = None,
-    mesh: Mapping[str, int] | None = None,
-    memory: float | str | None = None,
-    optimizer: Transform | None = None,
-    cluster: str | Cluster = "h100",
-    loss: Callable[..., Any] | None = None,
-) -> LayoutPlan:
-    """Find the layouts, remat and stage of ZeRO by which a step takes least time within ``memory``.
-
-    ``inputs``   the inputs of forward, of global sizes, rows first; only shapes are read.
-    ``ranks``    every mesh of so many ranks with one or two axes is considered; ``mesh``: one of
-                 these axis sizes.
-    ``memory``   bytes of one rank, or a text such as "80GB"; else the cluster's.
-    ``optimizer``  its state is counted; AdamW's by default.
-    ``cluster``  speeds and links, as ``sl.planning.plan`` takes it.
-    ``loss``     called with (apply, params, *inputs); by default the output's loss, else cross
-                 entropy of its logits where the last input may be their labels, else a mean.
-
-    Each call of the step runs on shapes under every layout of what it reads; the best ways through
-    equal layers are found by dynamic programming, and how many layers run in which way by an
-    integer program (scipy's).  The figures of the plan are those of ``sl.explain``.  Splits of the
-    sequence, micro-batches and pipelines are not considered.
-    Raises: BadArgument where nothing fits, with the least that does; ShardError without scipy.
-
-    >>> mlp = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
-    >>> found = plan_layouts(mlp, torch.empty(32, 64), ranks=2, memory="1MB")
-    >>> found.mesh, found.zero, found.peak < 1e6
-    ({'a': 2}, {}, True)
+    ``loss``     called with (apply, params, *inputs); ``room`` bytes of one rank.
+    ``axes``     mesh sizes, or None: every mesh of ``ranks``.
+    ``micros``   micro-batches of a step, or None: as many as fit, and as hide the idle time of
+                 stages; ``pipe`` stages, or None: any number.
+    ``refused``  parameter -> layouts that are not considered.
     """
-    if isinstance(inputs, Tensor):
-        inputs = (inputs,)
-    fix = "sl.planning.plan_layouts(model, (ids,), ranks=8)"
-    if (ranks is None) == (mesh is None) or not len(inputs):
-        raise BadArgument("either ranks or a mesh, and inputs, are needed", op="plan", fix=fix)
-    where = cluster_of(cluster)
-    if memory is None:
-        memory = where.memory
-    room = bytes_in(memory, "plan", fix)
-    study = Study(module, tuple(inputs), loss or _loss, optimizer or adamw(1e-3), where)
-    meshes = [dict(mesh or {})]
-    if ranks is not None:
-        meshes = meshes_of(ranks, where)
-    best = study.best(meshes, room)
-    if best is None:
-        raise ShardError("a call of the step runs under no layouts", op="plan", fix=fix)
-    if best.peak > room:
-        why = f"nothing fits into {size(room)}; the least is {size(best.peak)}"
-        raise BadArgument(why, op="plan", fix=f"memory={best.peak}")
-    return best
 
+    module: nn.Module
+    inputs: tuple[Tensor, ...]
+    loss: Callable[..., Any]
+    optimizer: Transform
+    cluster: Cluster
+    room: float
+    ranks: int
+    axes: Mapping[str, int] | None = None
+    micros: int | None = None
+    pipe: int | None = None
+    remat: bool = True
+    zero: bool = True
+    refused: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
-def _loss(apply: Any, params: Any, *inputs: Tensor) -> Tensor:
-    out = apply(params, *inputs)
-    # words are their own labels: of others the mean costs as much as a loss does
-    found = loss_of(out, inputs[-1])
-    if found is not None:
-        return found
-    first: Any = next(x for x in tree_flatten(out)[0] if isinstance(x, Tensor))
-    return first.mean()
+    @property
+    def rows(self) -> int:
+        """The rows of a batch."""
+        return self.inputs[0].shape[0]
+
+    def meshes(self, pipe: int) -> list[dict[str, int]]:
+        """List the meshes of a stage."""
+        if self.axes is None:
+            return meshes_of(self.ranks // pipe, self.cluster)
+        return [{a: n for a, n in self.axes.items() if a != PIPE}]
+
+    def transform(self, how: Mapping[str, Any]) -> Transform:
+        """Return the optimizer's transform under ``zero`` with these arguments, if there are any."""
+        return zero(self.optimizer, **how) if how else self.optimizer
 
 
 def meshes_of(ranks: int, cluster: Cluster) -> list[dict[str, int]]:
@@ -258,13 +166,11 @@ def meshes_of(ranks: int, cluster: Cluster) -> list[dict[str, int]]:
     return sorted(found, key=lambda m: max(m.values()))
 
 
-@dataclass(eq=False)
-class Setting:
+class Setting(NamedTuple):
     """A mesh, the split of the batch and ZeRO: what is fixed before the program is made."""
 
     search: Search
     batch: str
-    columns: list[Column] = field(default_factory=list)
 
     @property
     def holding(self) -> Holding:
@@ -275,86 +181,132 @@ class Setting:
 class Study:
     """The calls of one step, their strategies on each mesh, and the plans that these make."""
 
-    def __init__(
-        self, module: nn.Module, inputs: Sequence[Tensor], loss: Callable[..., Any],
-        optimizer: Transform, cluster: Cluster,
-    ) -> None:  # fmt: skip
-        self.module, self.inputs, self.loss = module, inputs, loss
-        self.optimizer, self.cluster = optimizer, cluster
-        self.outline = outline(module)
+    def __init__(self, asked: Question, micros: int = 1) -> None:
+        self.asked, self.micros, self.cluster = asked, micros, asked.cluster
+        # of one micro-batch
+        self.rows = asked.rows // micros
+        self.inputs = [x.detach().to("meta")[: self.rows] for x in asked.inputs]
+        self.outline = outline(asked.module)
         self.small = self.outline.model(0)
         stacks = stacks_of(self.outline)
-        self.step = calls_of(self.small, inputs, loss, lambda module: _layer(module, stacks))
+        self.step = calls_of(
+            self.small, self.inputs, asked.loss, lambda module: _layer(module, stacks)
+        )
         self.parts = parts_of(stacks, self.step)
         self.parameters = dict(self.small.named_parameters())
         self.groups = side_by_side(self.small)
-        self.state = _state(optimizer, next(iter(self.parameters.values())).dtype)
+        self.state = _state(asked.optimizer, next(iter(self.parameters.values())).dtype)
         self.counts = [len(p.layers) for p in self.parts]
         self.ideal = self._ideal()
+        # seconds of the best way that a program found, and the best in any memory
+        self.thought = math.inf
+        self.free: Solution | None = None
         # sizes of axes -> what does not depend on their order
         self.tables: dict[Any, tuple[Table, Candidates]] = {}
 
-    def settings(self, axes: Mapping[str, int]) -> Iterator[Setting]:
-        """Yield the settings of a mesh."""
+    def settings(self, pipe: int = 1) -> list[Setting]:
+        """List the settings of all meshes, of each of so many stages."""
+        return [s for axes in self.asked.meshes(pipe) for s in self._settings(axes, pipe)]
+
+    def _settings(self, axes: Mapping[str, int], pipe: int) -> Iterator[Setting]:
+        table, candidates = self._table(axes)
+        c = self.cluster
+        rates = Rates(c.links({PIPE: pipe, **axes}), c.flops, c.bandwidth)
+        for batch in reversed(candidates.batches(self.rows)):
+            inputs = candidates.inputs(batch, self.inputs)
+            split = next(iter(inputs.values())).place.layout.axes
+            every = (), split, tuple(a for a, n in axes.items() if n > 1)
+            for over in dict.fromkeys(every if self.asked.zero else every[:1]):
+                holding = Holding(axes, over, 2 * bool(over), self.state, self.micros, pipe)
+                yield Setting(Search(self.step, table, candidates, rates, holding, inputs), batch)
+
+    def _table(self, axes: Mapping[str, int]) -> tuple[Table, Candidates]:
         key = frozenset(axes.items())
         if key not in self.tables:
             with record(**dict(sorted(axes.items()))) as mesh:
-                candidates = Candidates(self.step, mesh, self.parameters, self.groups)
+                candidates = Candidates(
+                    self.step, mesh, self.parameters, self.groups, self.asked.refused
+                )
                 self.tables[key] = Table(self.step, mesh), candidates
-        table, candidates = self.tables[key]
-        c = self.cluster
-        rates = Rates(c.links(axes), c.flops, c.bandwidth)
-        rows = self.inputs[0].shape[0]
-        for batch in reversed(candidates.batches(rows)):
-            inputs = candidates.inputs(batch, self.inputs)
-            split = next(iter(inputs.values())).place.layout.axes
-            for over in dict.fromkeys(((), split, tuple(a for a, n in axes.items() if n > 1))):
-                holding = Holding(axes, over, 2 * bool(over), self.state)
-                yield Setting(Search(self.step, table, candidates, rates, holding, inputs), batch)
+        return self.tables[key]
 
-    def best(self, meshes: Sequence[Mapping[str, int]], room: float) -> LayoutPlan | None:
-        """Return the fastest plan that fits, explained; where none fits, the one of least bytes."""
-        settings = [s for axes in meshes for s in self.settings(axes)]
+    def best(self, pipe: int = 1, known: Strategy | None = None) -> Strategy | None:
+        """Return the fastest way that fits, explained, or what was known where none is faster."""
+        best, room = known, self.asked.room
         bound, found = math.inf, []
-        for setting in settings:
+        if known is not None and known.peak <= room:
+            bound = known.seconds / NEAR
+        for setting in self.settings(pipe):
             # a program thinks that a plan takes at most NEAR less than it does, or more
-            setting.columns = self.columns(setting.search, NEAR * NEAR * bound)
-            solution = solve(setting.columns, self.counts, room)
+            columns = self.columns(setting.search, NEAR * NEAR * bound)
+            solution = solve(columns, self.counts, room)
             if solution is not None:
                 bound = min(bound, solution.seconds)
-                found.append((solution.seconds, len(found), setting))
-        best: LayoutPlan | None = None
-        for seconds, _, setting in sorted(found):
-            if best is not None and seconds >= NEAR * best.seconds:
+                found.append((solution.seconds, len(found), setting, columns))
+            free = solve(columns, self.counts, 1e18)
+            if free is not None and (self.free is None or free.seconds < self.free.seconds):
+                self.free = free
+        for seconds, _, setting, columns in sorted(found, key=lambda f: f[:2]):
+            if best is not None and best.peak <= room and seconds >= NEAR * best.seconds:
                 break
-            best = _best(best, self.planned(setting, room), room)
-        if best is not None and best.peak <= room:
-            return best
-        return self.least(settings, room, best)
-
-    def least(
-        self, settings: Sequence[Setting], room: float, best: LayoutPlan | None
-    ) -> LayoutPlan | None:
-        """Return the plan of least bytes, whatever its seconds, or the fastest if it fits then."""
-        found = []
-        for setting in settings:
-            setting.columns = self.columns(setting.search)
-            solution = solve(setting.columns, self.counts, room, least=True)
-            if solution is not None:
-                found.append((solution.peak, len(found), solution, setting))
-        for _, _, solution, setting in sorted(found, key=lambda f: f[:2])[:ROUNDS]:
-            best = _best(best, self.explained(solution, setting, room), room)
+            made = self.planned(setting, columns)
+            if made is not None and made.better(best, room):
+                best = made
+        self.thought = min([self.thought, *(f[0] for f in found)])
         return best
 
-    def planned(self, setting: Setting, room: float) -> LayoutPlan | None:
-        """Return the best plan of a setting that fits, explained; else one that nearly does."""
-        off, best, tried = 0.0, None, set()
+    @property
+    def enough(self) -> bool:
+        """Whether more memory would hardly make a step faster."""
+        return self.free is None or self.thought <= ENOUGH * self.free.seconds
+
+    @property
+    def wanted(self) -> float:
+        """The number of micro-batches by which the fastest way in any memory would nearly fit."""
+        if self.free is None:
+            return 1.0
+        # what a batch saves is cut, what parameters take is not, and sums of gradients are held
+        kept = sum(n * c.kept for c, n in self.free.counts)
+        room = max(self.asked.room - 1.5 * kept, self.asked.room / 8)
+        return max((self.free.peak - kept) / room, 2.0)
+
+    def faster(self, known: Strategy | None) -> bool:
+        """Return whether a way in any memory is faster than a known one that fits."""
+        if known is None or known.peak > self.asked.room:
+            return True
+        return self.free is not None and self.free.seconds < known.seconds
+
+    def layouts(self, name: str) -> list[str]:
+        """List the layouts of a parameter that are weighed on the first mesh."""
+        _, candidates = self._table(self.asked.meshes(self.asked.pipe or 1)[0])
+        return candidates.matrices(name)
+
+    def least(self, pipe: int = 1) -> Strategy | None:
+        """Return the way of least bytes, whatever its seconds; of those that fit, the fastest."""
+        room, found = self.asked.room, []
+        for setting in self.settings(pipe):
+            solution = solve(self.columns(setting.search), self.counts, room, least=True)
+            if solution is not None:
+                found.append((solution.peak, len(found), solution, setting))
+        best: Strategy | None = None
+        for _, _, solution, setting in sorted(found, key=lambda f: f[:2])[:ROUNDS]:
+            made = self.explained(solution, setting)
+            if made.better(best, room):
+                best = made
+        return best
+
+    def planned(self, setting: Setting, columns: Sequence[Column]) -> Strategy | None:
+        """Return the best way of a setting that fits, explained; else one that nearly does."""
+        room, off = self.asked.room, 0.0
+        best: Strategy | None = None
+        tried = set()
         for _ in range(1 + ROUNDS):
-            found = solve(setting.columns, self.counts, room - off)
+            found = solve(columns, self.counts, room - off)
             if found is None:
                 break
-            made = self.explained(found, setting, room)
-            best = _best(best, made, room)
+            made = self.explained(found, setting)
+            if made.better(best, room):
+                best = made
             if made.peak <= room or made.rules in tried:
                 break
             tried.add(made.rules)
@@ -373,7 +325,8 @@ class Study:
         for number, part in enumerate(self.parts):
             ends: dict[State, float] = {}
             layers, rest = len(part.layers), sum(self.ideal[number + 1 :]) / ranks
-            for (begin, spent), remat in itertools.product(reached.items(), part.policies):
+            policies = part.policies if self.asked.remat else ("",)
+            for (begin, spent), remat in itertools.product(reached.items(), policies):
                 own = (limit - spent - rest) / layers
                 for after, ways in search.run(part.calls, begin, remat, own).items():
                     # what is computed again is saved by none
@@ -382,7 +335,7 @@ class Study:
                         end = after._replace(saved=after.saved & begin.saved)
                     if layers > 1 and not _repeats(begin, end):
                         continue
-                    made = [_column(number, begin, end, way, remat) for way in ways]
+                    made = [_column(number, begin, end, way, remat, search.holding) for way in ways]
                     found += undominated(made)
                     least = spent + layers * min(c.seconds for c in made)
                     ends[end] = min(least, ends.get(end, math.inf))
@@ -417,39 +370,54 @@ class Study:
             found.append(Alive(number, begin, number, operand.nbytes))
         return State(tuple(found))
 
-    def explained(self, found: Solution, setting: Setting, room: float) -> LayoutPlan:
-        """Return a solution as a plan, with the cost of its whole step."""
-        search, axes = setting.search, dict(setting.holding.sizes)
+    def explained(self, found: Solution, setting: Setting) -> Strategy:
+        """Return a solution as a way to train, with the cost of its whole step."""
+        search, holding, asked = setting.search, setting.holding, self.asked
         rules, remat = self.written(found)
         texts = tuple(
             str(search.inputs[n].place.layout)
             for n in sorted(self.step.inputs, key=self.step.inputs.__getitem__)
         )
-        over = setting.holding
         how: dict[str, Any] = {}
-        if over.axes:
-            how = {"axis": over.axes, "stage": over.stage}
-        tx = _zeroed(self.optimizer, how)
-        with record(**axes) as mesh:
-            apply, params = parallelize(self.module, rules, mesh=mesh, pad=True, remat=remat)
+        if holding.axes:
+            how = {"axis": holding.axes, "stage": holding.stage}
+        axes = dict(holding.sizes)
+        if holding.pipe > 1:
+            axes = {PIPE: holding.pipe, **axes}
+        way = Strategy(
+            axes, rules, texts, remat, how, self.micros, 0.0, 0, {}, Explanation([], axes, 0, 0)
+        )
+        with record(**axes):
+            apply, params = way.parallelized(asked.module)
             given = [
-                shard(x.detach().to("meta"), text, mesh)
-                for x, text in zip(self.inputs, texts, strict=True)
+                shard(x.detach().to("meta"), text)
+                for x, text in zip(asked.inputs, texts, strict=True)
             ]
-            whole = explain(lambda p, *x: self.loss(apply, p, *x), params, tuple(given), tx=tx)
-        work = replace(whole.work, along=dict(whole.work.along))
+            whole = explain(
+                lambda p, *x: asked.loss(apply, p, *x), params, tuple(given),
+                tx=asked.transform(how), cluster=self.cluster,
+                microbatches=self.micros if self.micros > 1 else None,
+            )  # fmt: skip
+        late = self._update(params, holding)
+        if isinstance(whole, PipelineExplanation):
+            along, seconds = whole.along, whole.seconds + search.rates.seconds(late)
+        else:
+            work = replace(whole.work, along=dict(whole.work.along))
+            work.join(late)
+            along, seconds = work.along, search.rates.seconds(work)
+        return replace(way, seconds=seconds, peak=whole.peak, along=along, explained=whole)
+
+    def _update(self, params: Mapping[str, Any], holding: Holding) -> StepWork:
+        """Return what ZeRO gathers behind the update, where an explanation ends with backward."""
+        work = StepWork()
         for x in params.values():
-            over = [a for a in setting.holding.axes if a not in x.sharding.axes]
-            parts = math.prod(axes[a] for a in over)
+            over = [a for a in holding.axes if a not in x.sharding.axes]
+            parts = math.prod(holding.sizes[a] for a in over)
             if parts > 1:
-                # the explanation ends with backward; the update's gather is half of a sum
-                sent = (parts - 1) * x.raw.nbytes
+                # half of a sum
+                sent = (parts - 1) * x.raw.nbytes / holding.pipe
                 work.receive(over, sent / parts, sent / BUCKET)
-        seconds = search.rates.seconds(work)
-        return LayoutPlan(
-            axes, rules, texts, remat, how, seconds, whole.peak, work.along, whole, room,
-            self.optimizer,
-        )  # fmt: skip
+        return work
 
     def written(
         self, found: Solution
@@ -490,7 +458,7 @@ def _folded(pattern: str, said: Mapping[int, tuple[str, ...]]) -> list[tuple[str
     return [*others, (pattern.format("*"), *usual)]
 
 
-def _column(part: int, begin: State, end: State, way: Way, remat: str) -> Column:
+def _column(part: int, begin: State, end: State, way: Way, remat: str, holding: Holding) -> Column:
     seconds, saved = way.forward + way.back, way.saved
     if remat:
         seconds += way.forward
@@ -498,24 +466,10 @@ def _column(part: int, begin: State, end: State, way: Way, remat: str) -> Column
         borders = {x.root: x.nbytes for x in begin.alive if x.counts and x.root not in after}
         saved = sum(n for root, n in borders.items() if root not in begin.saved)
     states = _key(begin), _key(end)
-    return Column(
-        part, *states, seconds, way.kept, way.gradients, saved, way.most, way=(way, remat)
-    )
-
-
-def _best(one: LayoutPlan | None, other: LayoutPlan | None, room: float) -> LayoutPlan | None:
-    """Return the better of two plans, of which there may be none."""
-    if one is None or (other is not None and _better(other, one, room)):
-        return other
-    return one
-
-
-def _better(one: LayoutPlan, other: LayoutPlan, room: float) -> bool:
-    """Return whether a plan fits where another does not, or is faster, or the smaller of two."""
-    fits = one.peak <= room, other.peak <= room
-    if all(fits):
-        return (one.seconds, one.peak) < (other.seconds, other.peak)
-    return fits[0] or (not fits[1] and one.peak < other.peak)
+    held = holding.flying * saved
+    # while it runs it holds as much beside what it saved as it would in a pipeline of one stage
+    most = way.most - saved + held
+    return Column(part, *states, seconds, way.kept, way.gradients, held, most, way=(way, remat))
 
 
 def _places(state: State) -> Counter[Any]:

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from shardlib.dtypes import wider
 from shardlib.layouts import Dim
 from shardlib.mesh import Axes
 from shardlib.planning.calls import Call, StepCalls
@@ -102,12 +103,26 @@ class Holding:
 
     ``axes``   those of ZeRO; each parameter is split over those of them that its layout leaves whole.
     ``state``  bytes of the optimizer's state per byte of a parameter.
+    ``micros`` micro-batches of a step: of more than one, gradients are added up and summed once.
+    ``pipe``   stages of a pipeline, each with as much of every layer's bytes.
     """
 
     sizes: Mapping[str, int]
     axes: tuple[str, ...] = ()
     stage: int = 0
     state: float = 2.0
+    micros: int = 1
+    pipe: int = 1
+
+    @property
+    def passes(self) -> float:
+        """How many times the seconds of a micro-batch a step takes, with the idle time of stages."""
+        return (self.micros + self.pipe - 1) / self.pipe
+
+    @property
+    def flying(self) -> float:
+        """How many times what a micro-batch saves is held."""
+        return min(self.micros, self.pipe) / self.pipe
 
     def parts(self, leaf: Leaf) -> int:
         """Return the number of ranks among which a parameter's state is split."""
@@ -116,13 +131,30 @@ class Holding:
 
     def gradients(self, leaf: Leaf) -> float:
         """Return the bytes of a parameter's gradient at the end of backward."""
+        if self.micros > 1:
+            # the sum of all micro-batches is kept meanwhile
+            return 0.0
         if self.stage < 2:
             return leaf.operand.nbytes
         return leaf.operand.nbytes / self.parts(leaf)
 
     def kept(self, leaf: Leaf) -> float:
         """Return the bytes of a parameter, and of its optimizer's state."""
-        return leaf.operand.nbytes * (1 + self.state / self.parts(leaf))
+        own = leaf.operand.nbytes * (1 + self.state / self.parts(leaf))
+        if self.micros > 1:
+            own += self.added(leaf)
+        return own / self.pipe
+
+    def added(self, leaf: Leaf) -> int:
+        """Return the bytes of the sum of micro-batches' gradients, of half precision in fp32."""
+        dtype = leaf.operand.dtype
+        return leaf.operand.nbytes // dtype.itemsize * wider(dtype).itemsize
+
+    def once(self, number: int, leaf: Leaf) -> GradientSum:
+        """Return the sum over all axes that a layout leaves whole, behind the last micro-batch."""
+        over = leaf.operand.place.layout.axes
+        axes = tuple(a for a, n in self.sizes.items() if n > 1 and a not in over)
+        return GradientSum(number, axes, self.added(leaf))
 
     def summed(self, s: GradientSum) -> tuple[float, float]:
         """Return bytes and messages of a gradient's sum; with ZeRO its parts' sum and gather."""
@@ -218,23 +250,27 @@ class Search:
                 self.rates.seconds(strategy.forward), self.rates.seconds(strategy.backward)
             )  # fmt: skip
         forward, back = self.priced[id(strategy)]
-        work = StepWork()
-        for s in strategy.sums:
+        work, holding, sums = StepWork(), self.holding, strategy.sums
+        if holding.micros > 1:
+            sums = tuple(holding.once(call.reads.index(i), leaf) for i, leaf in choice.items())
+            work.touched += 3 * (holding.micros - 1) * sum(s.nbytes for s in sums)
+        for s in sums:
             # ZeRO sums the gradient of a parameter of several calls once
             read = have.get(call.reads[s.operand])
-            if not (self.holding.axes and read and read.summed >= {*s.axes}):
-                work.receive(s.axes, *self.holding.summed(s))
-                work.touched += self.holding.copied(s)
+            if s.axes and not (holding.axes and read and read.summed >= {*s.axes}):
+                work.receive(s.axes, *holding.summed(s))
+                work.touched += holding.copied(s)
         for r in call.reads:
             # the gradients of several calls are added
             if self.first[r] is not call and have[r].operand.trained:
-                work.touched += 3 * have[r].operand.nbytes
+                work.touched += 3 * holding.micros * have[r].operand.nbytes
         for i, leaf in choice.items():
-            summed = {a for s in strategy.sums if call.reads[s.operand] == i for a in s.axes}
-            axes, nbytes, messages = self.holding.gathered(leaf, summed)
+            summed = {a for s in sums if call.reads[s.operand] == i for a in s.axes}
+            axes, nbytes, messages = holding.gathered(leaf, summed)
             if axes:
                 work.receive(axes, nbytes, messages)
-        return forward, back + self.rates.seconds(work)
+        late = self.rates.seconds(work) / holding.pipe
+        return holding.passes * forward, holding.passes * back + late
 
     def _after(
         self, call: Call, state: State, have: Mapping[int, Alive], choice: Choice,

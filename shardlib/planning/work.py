@@ -31,7 +31,7 @@ class StepWork:
     along: dict[str, tuple[float, float]] = field(default_factory=dict)
     flops: float = 0.0
     touched: float = 0.0
-    calls: int = 0
+    calls: float = 0
 
     def add(self, events: Sequence[Event]) -> None:
         """Add transfers."""
@@ -44,8 +44,8 @@ class StepWork:
         had = self.along.get(at, (0.0, 0.0))
         self.along[at] = had[0] + nbytes, had[1] + messages
 
-    def join(self, other: "StepWork", times: int = 1) -> None:
-        """Add the work of a part that runs so many times."""
+    def join(self, other: "StepWork", times: float = 1) -> None:
+        """Add the work of a part that runs so many times, or as a share of ranks."""
         for axes, (nbytes, messages) in other.along.items():
             self.receive(axes.split(), times * nbytes, times * messages)
         self.flops += times * other.flops

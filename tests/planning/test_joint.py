@@ -12,7 +12,7 @@ from torch import nn
 import shardlib as sl
 from shardlib.command.train import checked, start
 from shardlib.planning.explain import explain
-from shardlib.planning.joint import Study, plan_layouts
+from shardlib.planning.joint import Question, Study
 from shardlib.planning.program import solve
 
 CLUSTER = sl.planning.Cluster(1e12, 2e10, 1, between=sl.planning.Link(1e-4, 1e-8), bandwidth=5e9)
@@ -60,8 +60,9 @@ GIVEN = (IDS, IDS.roll(-1, 1))
 
 @pytest.mark.parametrize("mesh", [{"a": 2}])
 def test_what_calls_cost_adds_up_to_the_explanation_of_the_step(mesh: dict[str, int]) -> None:
-    study = Study(Words(), GIVEN, loss, sl.optim.adamw(0.01), CLUSTER)
-    for setting in study.settings(mesh):
+    asked = Question(Words(), GIVEN, loss, sl.optim.adamw(0.01), CLUSTER, 1e12, 2, mesh)
+    study = Study(asked)
+    for setting in study.settings():
         if setting.holding.axes:
             continue
         counts = [len(p.layers) for p in study.parts]
@@ -70,7 +71,7 @@ def test_what_calls_cost_adds_up_to_the_explanation_of_the_step(mesh: dict[str, 
             found = solve(columns, counts, room)
             if found is None:
                 continue
-            made = study.explained(found, setting, room)
+            made = study.explained(found, setting)
             along: dict[str, float] = {}
             flops = 0.0
             for column, n in found.counts:
@@ -106,10 +107,10 @@ def test_what_calls_cost_adds_up_to_the_explanation_of_the_step(mesh: dict[str, 
 @pytest.mark.parametrize("ranks", [2])
 def test_a_plan_fits_and_no_recipe_that_fits_is_faster(ranks: int) -> None:
     model = Words()
-    free = plan_layouts(model, GIVEN, mesh={"a": ranks}, cluster=CLUSTER, loss=loss)
+    free = sl.planning.plan(model, GIVEN, mesh={"a": ranks}, cluster=CLUSTER, loss=loss)
     assert free.remat == ()
     for memory in (free.peak, 0.9 * free.peak):
-        found = plan_layouts(
+        found = sl.planning.plan(
             model, GIVEN, mesh={"a": ranks}, memory=memory, cluster=CLUSTER, loss=loss
         )
         assert found.peak <= memory
@@ -137,7 +138,7 @@ def by_recipe(model: Any, name: str, mesh: dict[str, int], remat: str) -> tuple[
 
 def test_what_cannot_fit_is_refused_with_the_least_that_does() -> None:
     def plan(memory: float) -> Any:
-        return plan_layouts(
+        return sl.planning.plan(
             Words(), GIVEN, mesh={"a": 2}, memory=memory, cluster=CLUSTER, loss=loss
         )
 
@@ -151,8 +152,8 @@ def test_what_cannot_fit_is_refused_with_the_least_that_does() -> None:
 def test_a_planned_step_is_one_process_s(share: float) -> None:
     torch.manual_seed(0)
     model = Words().double()
-    free = plan_layouts(model, GIVEN, mesh={"a": 2}, cluster=CLUSTER, loss=loss)
-    found = plan_layouts(
+    free = sl.planning.plan(model, GIVEN, mesh={"a": 2}, cluster=CLUSTER, loss=loss)
+    found = sl.planning.plan(
         model, GIVEN, mesh={"a": 2}, memory=share * free.peak, cluster=CLUSTER, loss=loss
     )
     want = losses({"a": 1}, model, None)
@@ -199,7 +200,7 @@ lr = 1e-3
 [log]
 every = 1
 """
-    found = plan_layouts(Words(), GIVEN, ranks=2, memory=memory, cluster=CLUSTER, loss=loss)
+    found = sl.planning.plan(Words(), GIVEN, ranks=2, memory=memory, cluster=CLUSTER, loss=loss)
     tables = found.toml().replace("[data]\n", "")
     layout, rest = re.search(r"layout = .*", tables), re.sub(r"layout = .*\n", "", tables, count=1)
     assert layout is not None
@@ -242,7 +243,7 @@ class Decoder(nn.Module):
 
 def test_layers_of_two_kinds_that_read_one_value_have_rules_of_their_own() -> None:
     model, rows = Decoder(), torch.randn(8, 16)
-    found = plan_layouts(model, rows, mesh={"a": 2}, cluster=CLUSTER)
+    found = sl.planning.plan(model, rows, mesh={"a": 2}, cluster=CLUSTER)
     with sl.simulate(a=2):
         apply, params, _ = found.apply(model)
         assert sorted(params) == sorted(dict(model.named_parameters()))
