@@ -1,29 +1,37 @@
-"""``shardlib plan MODEL --ranks 8,64``: meshes for a model, with time and memory."""
+"""``shardlib plan MODEL --ranks 8,64``: how to train a model on so many ranks."""
 
 import argparse
-import inspect
 import math
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
 import optree
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from shardlib.capacity import bytes_in
-from shardlib.command.config import Config, ConfigError, answer, near, takes_file, told
+from shardlib.command.config import Config, ConfigError, answer, optional, takes_file, told
 from shardlib.command.explain import explain_run
-from shardlib.command.from_config import axes_of, hugging_face, module_of, rows_of, under_launcher
-from shardlib.command.keys import explained
+from shardlib.command.from_config import (
+    axes_of,
+    hugging_face,
+    loss_function,
+    module_of,
+    optimizer,
+    rows_of,
+    under_launcher,
+)
 from shardlib.command.train import checked
 from shardlib.errors import BadArgument
 from shardlib.mesh import Link
+from shardlib.optim import Precision
 from shardlib.planning.cluster import CLUSTERS, Cluster, measured
 from shardlib.planning.explanation import size
-from shardlib.planning.plan import RECIPES, Plan, Weighed, plan
+from shardlib.planning.plan import Plan, plan
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -37,10 +45,16 @@ def add(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="how many, as 8 or 8,64,512; of a file its mesh's",
     )
+    counts = {
+        "batch": "rows of a step, over all ranks and micro-batches; of a file its data's",
+        "sequence": "tokens of a row; of a file its data's",
+        "microbatches": "of a step; else as many as the memory asks for",
+        "pipe": "stages of a pipeline; else every number is considered",
+    }
+    for name, text in counts.items():
+        parser.add_argument(f"--{name}", type=_count, help=text)
+    parser.add_argument("--memory", type=_bytes, help="bytes of one rank, as 80GiB")
     parser.add_argument("--cluster", default="h100", choices=[*CLUSTERS], help="of these nodes")
-    doc = inspect.getdoc(plan) or ""
-    for name, (kind, example) in _ARGUMENTS.items():
-        parser.add_argument(f"--{name}", type=kind, help=explained(doc, name) + example)
     for which, where in (("inside", "within a node"), ("between", "between nodes")):
         parser.add_argument(
             f"--{which}", type=_link, metavar="SECONDS,BYTES",
@@ -54,32 +68,62 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def main(given: argparse.Namespace) -> int:
     """Run the command: return 0, or 4 if nothing fits for one of the numbers of ranks."""
-    config = None
+    config = Config({})
     if given.model.endswith(".toml"):
         config = checked(given.model, given.set, whole=False)
         if "tiers" in config.tables:
             return _in_tiers(given, config)
-    model, said = _model(given, config)
+    model = _model(given, config)
+    ranks, batch = _step(given, config)
     cluster = _cluster(given)
     if under_launcher() and int(os.environ["RANK"]) > 0:
         # it took part in the measurement; one rank plans
         return 0
-    how = {k: v for k in _ARGUMENTS if (v := said.get(k, getattr(given, k))) is not None}
-    try:
-        found = {n: plan(model, n, cluster=cluster, **how) for n in said["ranks"]}
-    except BadArgument as e:
-        raise ConfigError(f"--{e.message}" if re.match(r"\w+=", e.message) else told(e)) from e
+    found = {n: _planned(given, config, model, batch, n, cluster) for n in ranks}
     count = sum(p.numel() for p in model.parameters())
-    lines = [
-        f"{type(model).__name__}, {count:,} parameters, "
-        f"{said['batch']} x {said['sequence']} tokens a step"
-    ]
+    rows, *rest = optree.tree_leaves(batch)[0].shape
+    shape = " x ".join(map(str, [rows, *rest]))
+    lines = [f"{type(model).__name__}, {count:,} parameters, {shape} a step"]
     for n, p in found.items():
-        lines.append(f"\n{n} ranks: {p}")
-        if p.best is not None:
-            lines.append(_tables(p.best, p.batch))
-    answer(given, [{"ranks": n, **_plain(p)} for n, p in found.items()], "\n".join(lines))
-    return 4 * any(p.best is None for p in found.values())
+        if isinstance(p, Plan):
+            write = "\n".join(f"    {line}" for line in p.toml().splitlines() if line)
+            lines.append(f"\n{n} ranks: {p.summary()}\nwrite\n{write}")
+        else:
+            lines.append(f"\n{n} ranks: {p.message}")
+    lines.append(cluster.told())
+    data = [{"ranks": n, "fits": isinstance(p, Plan), **_plain(p)} for n, p in found.items()]
+    answer(given, data, "\n".join(lines))
+    return 4 * any(isinstance(p, BadArgument) for p in found.values())
+
+
+def _planned(
+    given: argparse.Namespace, config: Config, model: nn.Module, batch: Any, ranks: int,
+    cluster: Cluster,
+) -> Plan | BadArgument:  # fmt: skip
+    """Return the plan, or the error where none fits."""
+    leaves, tree = optree.tree_flatten(batch)
+    policy = optional(Precision, config, "precision")
+    if policy is not None and policy.param is not None:
+        model = model.to(policy.param)
+
+    def loss(apply: Any, params: Any, *inputs: Tensor) -> Tensor:
+        if policy is not None:
+            params = policy.to_compute(params)
+        rows = optree.tree_unflatten(tree, inputs)
+        return loss_function(config, model, apply)(params, rows)
+
+    tx = None
+    if config.table("optimizer"):
+        # the plan says whether there is ZeRO
+        own = {k: v for k, v in config.table("optimizer").items() if k != "zero"}
+        tx = optimizer(replace(config, tables={**config.tables, "optimizer": own}), model)
+    how: dict[str, Any] = {n: getattr(given, n) for n in ("memory", "microbatches", "pipe")}
+    try:
+        return plan(model, leaves, ranks=ranks, optimizer=tx, cluster=cluster, loss=loss, **how)  # type: ignore[arg-type]
+    except BadArgument as e:
+        if e.message.startswith("nothing fits"):
+            return e
+        raise ConfigError(f"--{e.message}" if re.match(r"\w+=", e.message) else told(e)) from e
 
 
 def _in_tiers(given: argparse.Namespace, config: Config) -> int:
@@ -118,57 +162,52 @@ def _source(source: str, said: Mapping[str, Link]) -> str:
     return ", ".join([f"{n} as given" for n in said] + others) if others else "as given"
 
 
-def _model(given: argparse.Namespace, config: Config | None) -> tuple[nn.Module, dict[str, Any]]:
-    """Return the module on the meta device; ranks, batch and sequence.
+def _model(given: argparse.Namespace, config: Config) -> nn.Module:
+    """Return the module on the meta device.
 
-    ``config``  of a file, which was read.
     Raises: ConfigError.
     """
-    said: dict[str, Any] = {n: getattr(given, n) or 0 for n in ("batch", "sequence", "accumulate")}
-    ranks = given.ranks
-    if config is not None:
-        model = module_of(config, meta=True).module
-        said = _of_file(config, said)
-        if not ranks:
-            ranks = [abs(math.prod(axes_of(config).values()))]
-    elif os.path.isdir(given.model):
+    if config.tables:
+        return module_of(config, meta=True).module
+    if os.path.isdir(given.model):
         try:
-            model = hugging_face(given.model, "init").module
+            return hugging_face(given.model, "init").module
         except BadArgument as e:
             raise ConfigError(e.message.removeprefix("directory=")) from e
-    elif ":" in given.model:
-        model = module_of(Config({"model": {"make": given.model}}), meta=True).module
-    else:
-        text = f"{given.model}: no directory, no MODULE:FUNCTION and no file that ends in .toml"
-        raise ConfigError(text)
-    for key in ("batch", "sequence"):
-        if said[key] < 1:
-            raise ConfigError(f"--{key} must be given, as --{key} 1024")
+    if ":" in given.model:
+        return module_of(Config({"model": {"make": given.model}}), meta=True).module
+    text = f"{given.model}: no directory, no MODULE:FUNCTION and no file that ends in .toml"
+    raise ConfigError(text)
+
+
+def _step(given: argparse.Namespace, config: Config) -> tuple[list[int], Any]:
+    """Return the numbers of ranks, and the batch of a step on the meta device.
+
+    Raises: ConfigError.
+    """
+    data, ranks = config.table("data"), given.ranks
+    accumulated = int(config.tables.get("accumulate", 1))  # each of [data]'s batch
+    rows = given.batch or accumulated * int(data.get("batch", 0))
+    if rows < 1:
+        raise ConfigError("--batch must be given, as --batch 1024")
+    if not ranks and config.tables:
+        ranks = [abs(math.prod(axes_of(config).values()))]
     if not ranks:
         raise ConfigError("--ranks must be given, as --ranks 8,64")
-    return model, {**said, "accumulate": said["accumulate"] or 1, "ranks": ranks}
-
-
-def _of_file(config: Config, said: Mapping[str, int]) -> dict[str, Any]:
-    """Return batch and sequence of a file, where the command line has none."""
-    data = config.table("data")
-    own = int(config.tables.get("accumulate", 1))  # each of [data]'s batch
-    return {
-        "batch": said["batch"] or own * int(data.get("batch", 0)),
-        "sequence": said["sequence"] or _length(config, data),
-        "accumulate": said["accumulate"] or own,
-    }
-
-
-def _length(config: Config, data: Mapping[str, Any]) -> int:
-    """Count the tokens in a row of the data; 0 if its first field is not a sequence."""
+    length = given.sequence
     for name in ("text", "documents", "tokens"):
-        if isinstance(data.get(name), Mapping):
-            return int(data[name].get("context", 0))
-    if "dataset" not in data:
-        return 0
-    first = optree.tree_leaves(rows_of(config)[0])[0]  # type: ignore[arg-type]
-    return len(first) if getattr(first, "ndim", 0) == 1 else 0
+        if length is None and isinstance(data.get(name), Mapping):
+            length = int(data[name].get("context", 0))
+    if length is None and "dataset" in data:
+        made: Any = optree.tree_map(
+            lambda x: torch.empty(rows, *x.shape, dtype=x.dtype, device="meta"),
+            rows_of(config)[0],
+        )
+        return ranks, made
+    if not length:
+        raise ConfigError("--sequence must be given, as --sequence 1024")
+    ids = torch.empty(rows, length, dtype=torch.int64, device="meta")
+    return ranks, {"input_ids": ids, "labels": ids}
 
 
 # ---------------------------------------------------------------- types of the arguments
@@ -202,75 +241,15 @@ def _bytes(text: str) -> float:
         raise argparse.ArgumentTypeError(f"{text}: write 80GiB") from None
 
 
-def _recipes(text: str) -> list[str]:
-    names = [n for n in text.split(",") if n] or [text]
-    for n in names:
-        if n not in RECIPES:
-            hint = f"{near(n, RECIPES)} (there are {', '.join(RECIPES)})"
-            raise argparse.ArgumentTypeError(f"{n}{hint}")
-    return names
-
-
-_ARGUMENTS: dict[str, tuple[Callable[[str], Any], str]] = {
-    "batch": (_count, ""),
-    "sequence": (_count, ""),
-    "accumulate": (_count, ""),
-    "memory": (_bytes, ", as 80GiB"),
-    "state": (float, ""),
-    "recipe": (_recipes, ", as megatron1d,fsdp"),
-    "most": (int, ""),
-    "pipe": (_count, ""),
-}
-"""Argument of ``sl.plan`` -> its type here, and an example of it."""
-
-
 # ---------------------------------------------------------------- output
 
 
-def _plain(found: Plan) -> dict[str, Any]:
+def _plain(found: Plan | BadArgument) -> dict[str, Any]:
     """Return a plan as JSON values."""
+    if not isinstance(found, Plan):
+        return {"why": found.message}
+    cluster = asdict(found.asked.cluster)
     return {
-        "fits": found.best is not None,
-        "memory": found.memory,
-        "batch": found.batch,
-        "links": _links(found.cluster),
-        "looked": found.looked,
-        "table": [_row(w) for w in found.table],
+        **found.json(),
+        "links": {n: cluster[n] for n in ("inside", "between", "node", "source")},
     }
-
-
-def _links(cluster: Cluster | None) -> dict[str, Any]:
-    if cluster is None:
-        return {}
-    plain = asdict(cluster)
-    return {n: plain[n] for n in ("inside", "between", "node", "source")}
-
-
-def _row(w: Weighed) -> dict[str, Any]:
-    way = {n: getattr(w.way, n) for n in ("recipe", "mesh", "stage", "remat", "accumulate")}
-    held = "parameters gradients state saved temporary peak bytes messages seconds".split()
-    figures = {n: float(getattr(w, n)) for n in held}
-    return {**way, "mesh": dict(w.way.mesh), "fits": w.fits, **figures}
-
-
-def _tables(w: Weighed, batch: int) -> str:
-    """Format the tables of a file that trains this way."""
-    count = w.way.accumulate
-    lines = []
-    piped = w.way.pipe > 1
-    if count > 1:
-        lines.append(f"{'microbatches' if piped else 'accumulate'} = {count}")
-    lines += ["[mesh]", *(f"{a} = {n}" for a, n in w.way.mesh.items())]
-    lines += ["[layout]", f'recipe = "{w.way.recipe}"', "pad = true"]
-    if piped:
-        lines += ["[stages]", 'axis = "pipe"']
-    # a batch is cut into micro-batches, or is one of several
-    lines += ["[data]", f"batch = {batch if piped else batch // count}"]
-    if w.way.stage:
-        axis = ", ".join(f'"{a}"' for a in w.way.copies)
-        if len(w.way.copies) > 1:
-            axis = f"[{axis}]"
-        lines += ["[optimizer.zero]", f"axis = {axis}", f"stage = {w.way.stage}"]
-    if w.way.remat:
-        lines += ["[remat]", *(f'"{p}.*" = "{w.way.remat}"' for p in w.layers)]
-    return "write\n" + "\n".join(f"    {line}" for line in lines)

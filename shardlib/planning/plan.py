@@ -160,22 +160,34 @@ class Plan(Strategy):
             texts.insert(0, f"microbatches = {self.microbatches}")
         return "\n\n".join(texts)
 
-    def __str__(self) -> str:
-        room = size(round(self.asked.room))
+    def json(self) -> dict[str, Any]:
+        """Return the plan and its figures as plain values."""
+        names = ("mesh", "rules", "inputs", "remat", "zero", "microbatches", "seconds", "peak")
+        held = {n: getattr(self.explained, n) for n in ("parameters", "state", "transient")}
+        along = {axes: {"bytes": b, "messages": m} for axes, (b, m) in self.along.items()}
+        return {n: getattr(self, n) for n in names} | held | {"along": along}
+
+    def summary(self) -> str:
+        """Format the figures of a step, without the layouts."""
+        e, room = self.explained, size(round(self.asked.room))
         lines = [
-            f"{mesh_text(self.mesh)}: {size(self.peak)} of {room}, {self.seconds:.3g} s a step"
+            f"{mesh_text(self.mesh)}: {size(self.peak)} of {room}, {self.seconds:.3g} s a step",
+            f"parameters {size(e.parameters)}, state {size(e.state)}, {size(e.transient)} at the most "
+            "beside them",
+            "inputs " + ", ".join(map(repr, dict.fromkeys(self.inputs))),
         ]
-        lines.append("inputs " + ", ".join(map(repr, self.inputs)))
         if self.microbatches > 1:
             each = self.asked.rows // self.microbatches
             lines.append(f"{self.microbatches} micro-batches of {each} rows each")
         if self.zero:
             lines.append("zero " + ", ".join(f"{k}={v!r}" for k, v in self.zero.items()))
-        lines += [f"  {rule}" for rule in self.rules]
-        lines += [f"  remat {rule}" for rule in self.remat]
         for axes, (nbytes, messages) in self.along.items():
             lines.append(f"over {axes}: {size(round(nbytes))} in {math.ceil(messages)} messages")
         return "\n".join(lines)
+
+    def __str__(self) -> str:
+        rules = [f"  {rule}" for rule in self.rules]
+        return "\n".join([self.summary(), *rules, *(f"  remat {rule}" for rule in self.remat)])
 
 
 _WITHOUT: dict[str, dict[str, Any]] = {
