@@ -38,6 +38,9 @@ from shardlib.planning.work import Rates, StepWork
 NEAR = 1.05
 """Share of the best plan's seconds to which a program may think that a plan takes."""
 
+GAP = 1e-3
+"""Share of its seconds by which a program's plan may be slower than its best: to prove less takes long."""
+
 ENOUGH = 1.01
 """A way that takes at most so much longer than the best in any memory needs no more of it."""
 
@@ -196,6 +199,7 @@ class Study:
         self.parameters = dict(self.small.named_parameters())
         self.groups = side_by_side(self.small)
         self.state = _state(asked.optimizer, next(iter(self.parameters.values())).dtype)
+        self.bucket = sum(p.nbytes for p in asked.module.parameters()) <= BUCKET
         self.counts = [len(p.layers) for p in self.parts]
         self.ideal = self._ideal()
         # seconds of the best way that a program found, and the best in any memory
@@ -216,8 +220,11 @@ class Study:
             inputs = candidates.inputs(batch, self.inputs)
             split = next(iter(inputs.values())).place.layout.axes
             every = (), split, tuple(a for a, n in axes.items() if n > 1)
-            for over in dict.fromkeys(every if self.asked.zero else every[:1]):
-                holding = Holding(axes, over, 2 * bool(over), self.state, self.micros, pipe)
+            # what holds least is first: its seconds are a bound where memory is what limits
+            for over in dict.fromkeys(every[::-1] if self.asked.zero else every[:1]):
+                holding = Holding(
+                    axes, over, 2 * bool(over), self.state, self.micros, pipe, self.bucket
+                )
                 yield Setting(Search(self.step, table, candidates, rates, holding, inputs), batch)
 
     def _table(self, axes: Mapping[str, int]) -> tuple[Table, Candidates]:
@@ -232,27 +239,43 @@ class Study:
 
     def best(self, pipe: int = 1, known: Strategy | None = None) -> Strategy | None:
         """Return the fastest way that fits, explained, or what was known where none is faster."""
-        best, room = known, self.asked.room
-        bound, found = math.inf, []
-        if known is not None and known.peak <= room:
-            bound = known.seconds / NEAR
-        for setting in self.settings(pipe):
+        settings = self.settings(pipe)
+        best = self.among(settings, known)
+        if best is None or best.peak > self.asked.room:
+            # what a program thought to fit and be fast does not: slower ways were not looked at
+            best = self.among(settings, best, bounded=False)
+        return best
+
+    def among(
+        self, settings: Sequence[Setting], best: Strategy | None, bounded: bool = True
+    ) -> Strategy | None:
+        """Return the fastest way of these settings that fits, or what is known if it is better.
+
+        ``bounded``  whether ways are left out that a program thinks slower than others.
+        """
+        room, bound, found = self.asked.room, math.inf, []
+        if best is not None and best.peak <= room:
+            bound = best.seconds / NEAR
+        for setting in settings:
             # a program thinks that a plan takes at most NEAR less than it does, or more
-            columns = self.columns(setting.search, NEAR * NEAR * bound)
-            solution = solve(columns, self.counts, room)
-            if solution is not None:
-                bound = min(bound, solution.seconds)
-                found.append((solution.seconds, len(found), setting, columns))
-            free = solve(columns, self.counts, 1e18)
-            if free is not None and (self.free is None or free.seconds < self.free.seconds):
+            limit = NEAR * NEAR * bound
+            columns = self.columns(setting.search, limit)
+            free = solve(columns, self.counts)
+            if free is None:
+                continue
+            if self.free is None or free.seconds < self.free.seconds:
                 self.free = free
-        for seconds, _, setting, columns in sorted(found, key=lambda f: f[:2]):
+            solution: Solution | None = free
+            if free.peak > room:
+                solution = solve(columns, self.counts, room, limit=limit, gap=GAP)
+            if solution is not None:
+                bound = min(bound, solution.seconds) if bounded else bound
+                found.append((solution.seconds, len(found), setting, columns, solution))
+        self.thought = min([self.thought, *(f[0] for f in found)])
+        for seconds, _, setting, columns, solution in sorted(found, key=lambda f: f[:2]):
             if best is not None and best.peak <= room and seconds >= NEAR * best.seconds:
                 break
-            made = self.planned(setting, columns)
-            if made is not None and made.better(best, room):
-                best = made
-        self.thought = min([self.thought, *(f[0] for f in found)])
+            best = self.planned(setting, columns, solution, best)
         return best
 
     @property
@@ -295,22 +318,29 @@ class Study:
                 best = made
         return best
 
-    def planned(self, setting: Setting, columns: Sequence[Column]) -> Strategy | None:
-        """Return the best way of a setting that fits, explained; else one that nearly does."""
-        room, off = self.asked.room, 0.0
-        best: Strategy | None = None
-        tried = set()
+    def planned(
+        self, setting: Setting, columns: Sequence[Column], found: Solution | None,
+        best: Strategy | None,
+    ) -> Strategy | None:  # fmt: skip
+        """Return the best way of a setting that fits, explained, or what is known if it is better.
+
+        ``found``  what the program found.
+        """
+        room, tried = self.asked.room, set()
         for _ in range(1 + ROUNDS):
-            found = solve(columns, self.counts, room - off)
-            if found is None:
+            if found is None or (way := self.written(found)) in tried:
                 break
-            made = self.explained(found, setting)
+            tried.add(way)
+            made, thought = self.explained(found, setting), found.peak
             if made.better(best, room):
                 best = made
-            if made.peak <= room or made.rules in tried:
+            if made.peak <= room and thought <= NEAR * made.peak:
                 break
-            tried.add(made.rules)
-            off = made.peak - found.peak
+            limit = math.inf
+            if best is not None and best.peak <= room:
+                limit = NEAR * best.seconds
+            less = room - (made.peak - thought)
+            found = solve(columns, self.counts, less, limit=limit, gap=GAP) if less > 0 else None
         return best
 
     def columns(self, search: Search, limit: float = math.inf) -> list[Column]:

@@ -8,7 +8,7 @@ Results' layouts depend on the operands' layouts alone (decision 0003), so a sta
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -105,6 +105,7 @@ class Holding:
     ``state``  bytes of the optimizer's state per byte of a parameter.
     ``micros`` micro-batches of a step: of more than one, gradients are added up and summed once.
     ``pipe``   stages of a pipeline, each with as much of every layer's bytes.
+    ``bucket`` whether one bucket takes all gradients, so that it is held with them.
     """
 
     sizes: Mapping[str, int]
@@ -113,6 +114,7 @@ class Holding:
     state: float = 2.0
     micros: int = 1
     pipe: int = 1
+    bucket: bool = False
 
     @property
     def passes(self) -> float:
@@ -143,7 +145,16 @@ class Holding:
         own = leaf.operand.nbytes * (1 + self.state / self.parts(leaf))
         if self.micros > 1:
             own += self.added(leaf)
+        if self.bucket and self.axes:
+            # ZeRO's is there from the first gradient on
+            own += leaf.operand.nbytes
         return own / self.pipe
+
+    def gathering(self, sums: Iterable[GradientSum]) -> float:
+        """Return the bytes of a bucket and of its sum, of gradients that are summed without ZeRO."""
+        if not self.bucket or self.axes:
+            return 0.0
+        return 2 * sum(s.nbytes for s in sums if s.axes) / self.pipe
 
     def added(self, leaf: Leaf) -> int:
         """Return the bytes of the sum of micro-batches' gradients, of half precision in fp32."""
@@ -232,6 +243,7 @@ class Search:
             forward, back = self._seconds(call, strategy, have, choice)
             kept = sum(map(holding.kept, choice.values()))
             gradients = sum(map(holding.gradients, choice.values()))
+            gradients += holding.gathering(self._sums(call, strategy, choice))
             after, more, meanwhile = self._after(call, state, have, choice, strategy, outer)
             step = WayStep(call, strategy, choice)
             yield after, [
@@ -250,9 +262,9 @@ class Search:
                 self.rates.seconds(strategy.forward), self.rates.seconds(strategy.backward)
             )  # fmt: skip
         forward, back = self.priced[id(strategy)]
-        work, holding, sums = StepWork(), self.holding, strategy.sums
+        work, holding = StepWork(), self.holding
+        sums = self._sums(call, strategy, choice)
         if holding.micros > 1:
-            sums = tuple(holding.once(call.reads.index(i), leaf) for i, leaf in choice.items())
             work.touched += 3 * (holding.micros - 1) * sum(s.nbytes for s in sums)
         for s in sums:
             # ZeRO sums the gradient of a parameter of several calls once
@@ -271,6 +283,12 @@ class Search:
                 work.receive(axes, nbytes, messages)
         late = self.rates.seconds(work) / holding.pipe
         return holding.passes * forward, holding.passes * back + late
+
+    def _sums(self, call: Call, strategy: CallStrategy, choice: Choice) -> tuple[GradientSum, ...]:
+        """Return the sums of gradients that belong to a call: of micro-batches with its parameters."""
+        if self.holding.micros == 1:
+            return strategy.sums
+        return tuple(self.holding.once(call.reads.index(i), leaf) for i, leaf in choice.items())
 
     def _after(
         self, call: Call, state: State, have: Mapping[int, Alive], choice: Choice,

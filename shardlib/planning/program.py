@@ -59,11 +59,14 @@ class Solution:
 
 
 def solve(
-    columns: Sequence[Column], counts: Sequence[int], room: float, least: bool = False
-) -> Solution | None:
+    columns: Sequence[Column], counts: Sequence[int], room: float = math.inf, least: bool = False,
+    limit: float = math.inf, gap: float = 0.0,
+) -> Solution | None:  # fmt: skip
     """Take ``counts[part]`` columns of each part, of least seconds within ``room`` bytes, or None.
 
     ``least``  of least bytes instead, whatever the room.
+    ``limit``  seconds of the whole step, beyond which no solution is of use.
+    ``gap``    share of the least seconds by which those of the solution may be more.
     Raises: ShardError without scipy.
 
     >>> way = lambda part, s, saved: Column(part, 0, 0, s, 10, 1, saved, 0)
@@ -75,10 +78,12 @@ def solve(
     if {c.part for c in columns} != {*range(len(counts))}:
         return None
     rows = _Constraints(columns, counts)
+    if limit < math.inf:
+        rows.within(limit)
     scale, top = max(room, 1.0), min(room, 1.0)
-    if least:
+    if least or room == math.inf:
         scale, top = max(c.kept + c.saved + c.most for c in columns), math.inf
-    x = rows.minimized(scale, top, least)
+    x = rows.minimized(scale, top, least, gap)
     if x is None:
         return None
     taken = tuple((c, n) for c, n in zip(columns, x, strict=True) if n)
@@ -133,6 +138,10 @@ class _Constraints:
     def _row(self, entries: dict[int, float], low: float, high: float) -> None:
         self.entries.append((entries, low, high))
 
+    def within(self, limit: float) -> None:
+        """All layers together take at most so many seconds."""
+        self._row({j: c.seconds / limit for j, c in enumerate(self.columns)}, 0.0, 1.0)
+
     def _borders(self) -> None:
         """All layers of a part begin in the state that the part before it ends in."""
         ends: dict[tuple[int, Hashable], dict[int, float]] = defaultdict(dict)
@@ -144,7 +153,7 @@ class _Constraints:
             if 0 <= part < last:
                 self._row(entries, 0.0, 0.0)
 
-    def minimized(self, scale: float, top: float, least: bool) -> list[int] | None:
+    def minimized(self, scale: float, top: float, least: bool, gap: float) -> list[int] | None:
         """Return the count of each column, or None where the peak is above ``top`` times ``scale``."""
         try:
             import numpy as np
@@ -174,7 +183,7 @@ class _Constraints:
             ),
             integrality=np.arange(size) < self.integers,
             bounds=program.Bounds(np.zeros(size), most),
-            options={"mip_rel_gap": 0.0, "time_limit": 60.0},
+            options={"mip_rel_gap": gap, "time_limit": 60.0},
         )
         if found.x is None:
             return None
