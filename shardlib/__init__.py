@@ -93,7 +93,7 @@ from shardlib.ops.registry import implicit, saving, why
 from shardlib.ops.registry import pinned as algorithm
 from shardlib.pipeline.stages import Stages
 from shardlib.placing import constrain, reshard, shard, unshard
-from shardlib.planning import choose, probe
+from shardlib.planning import choose, plan, probe
 from shardlib.planning.explain import explain
 from shardlib.seeing import summary, visualize
 from shardlib.sequence import pack, shard_sequence
@@ -120,7 +120,7 @@ __all__ = [
     "init", "as_module", "save", "load", "latest", "save_hf", "load_hf",
     # choosing and seeing
     "algorithm", "saving", "implicit", "constants", "why", "explain", "trace", "expect_comm", "check",
-    "check_model", "choose", "probe", "visualize", "summary",
+    "check_model", "plan", "choose", "probe", "visualize", "summary",
     # errors, and the modules
     "ShardError", "attention", "checkpoint", "collectives", "dtensor", "errors", "extend", "kernels", "masks",
     "optim", "planning", "random", "recipes", "seeing", "testing",

@@ -260,6 +260,13 @@ def plan(
     if mesh is not None:
         ranks, pipe = math.prod(mesh.values()), mesh.get(PIPE, 1)
     assert ranks is not None
+    rows = given[0].shape[0]
+    if microbatches is not None and rows % microbatches:
+        why = f"{rows} rows make no {microbatches} micro-batches"
+        raise BadArgument(why, op="plan", fix=f"microbatches={hiding(rows, microbatches)}")
+    if pipe is not None and ranks % pipe:
+        why = f"{ranks} ranks make no {pipe} stages"
+        raise BadArgument(why, op="plan", fix=f"pipe={math.gcd(ranks, pipe)}")
     room = bytes_in(where.memory if memory is None else memory, "plan", FIX)
     asked = Question(
         module, given, call, optimizer or adamw(1e-3), where, room, ranks, mesh, microbatches, pipe

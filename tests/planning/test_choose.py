@@ -8,10 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardlib as sl
+from examples.gpt import GPT, GPTConfig
 from shardlib.planning.grids import factorizations
 from tests.ops.cases import cube_words
 from tests.planning.test_grids import MLP, Block
-from tests.planning.test_plan import GPT, RIG, SLOW, GPTConfig
+from tests.planning.test_plan import RIG, SLOW
 
 
 @pytest.mark.parametrize("ranks", [4, 8, 9, 12, 16, 64, 512])
