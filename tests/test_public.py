@@ -23,7 +23,7 @@ FACE = """
     Mesh MeshLike make_mesh simulate record use_mesh current_mesh launch auto_mesh process_index rank0_print
     shard_map psum pmean pmax all_gather psum_scatter all_to_all ppermute axis_index axis_size
     matmul ring_attention linear_cross_entropy grad value_and_grad parallelize Stages init as_module save load latest save_hf load_hf
-    algorithm saving implicit constants why explain trace expect_comm check check_model choose probe visualize summary
+    algorithm saving implicit constants why explain trace expect_comm check check_model plan choose probe visualize summary
     ShardError
 """.split()
 MODULES = {
@@ -48,7 +48,7 @@ MODULES = {
         from_torch global_norm identity inject_hyperparams is_finite joined lamb linear lion load_state_dict
         loss_scale masked mixed multi_steps muon partition rmsprop scale scale_by_schedule set_to_zero sgd
         skip_nonfinite soap state_dict step value_and_step warmup_cosine wsd zero""",
-    "planning": "Cluster Grid3 LayoutPlan Link Plan ReshardPlan attention_plan choose lower_bound measured plan plan_layouts probe schedule",
+    "planning": "Cluster Grid3 Grids Link Plan ReshardPlan attention_plan choose lower_bound measured plan probe schedule",
     "random": "get_state seed set_state",
     "recipes": "Legacy Recipe beside cube3d ddp from_colossalai_config fsdp matrices megatron1d optimus2d ring roles tesseract widening",
     "seeing": "Frames Summary Timeline draw frames merged step_chart style summary timeline visualize",
@@ -59,7 +59,7 @@ MODULES = {
 def test_the_face_is_these_names() -> None:
     assert sorted(sl.__all__) == sorted([*FACE, *MODULES])
     assert [name for name in dir(sl) if not name.startswith("__")] == sorted(sl.__all__)
-    assert len(FACE) <= 72
+    assert len(FACE) <= 73
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -109,7 +109,7 @@ class Strategy:
 
 @dataclass(frozen=True)
 class Question:
-    """What a plan is made for, and what it may use.
+    """Question that a plan answers: the step of a module, and what may be used for it.
 
     ``loss``     called with (apply, params, *inputs); ``room`` bytes of one rank.
     ``axes``     mesh sizes, or None: every mesh of ``ranks``.

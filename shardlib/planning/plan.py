@@ -1,4 +1,4 @@
-"""Plans of a training step: mesh, layouts, remat, ZeRO, micro-batches and stages, found together.
+"""Plans of a training step: the choice of mesh, layouts, remat, ZeRO, micro-batches and stages.
 
 One batch at once is planned first (joint.py).  Where memory is what costs time, more and more
 micro-batches are, each time as a whole; and stages of a pipeline where their idle time leaves room
@@ -219,7 +219,7 @@ def plan(
     microbatches: int | None = None,
     pipe: int | None = None,
 ) -> Plan:
-    """Find the way to train a module in which a step takes least time and one rank at most ``memory``.
+    """Find the way to train a module that takes least time a step, within ``memory`` on a rank.
 
     ``inputs``   the inputs of forward, of global sizes, rows first, of a whole step: a tuple, or a
                  dict of keyword arguments; only shapes are read.
@@ -324,7 +324,7 @@ def loss_of(out: object, labels: object) -> Tensor | None:
 
 def _answer(asked: Question) -> Plan:
     """Return the best plan.  Raises: BadArgument where none fits."""
-    best = _Search(asked).found()
+    best = Planning(asked).found()
     if best is None:
         raise ShardError("a call of the step runs under no layouts", op="plan", fix=FIX)
     if best.peak > asked.room:
@@ -333,7 +333,7 @@ def _answer(asked: Question) -> Plan:
     return Plan(**vars(best), asked=asked)
 
 
-class _Search:
+class Planning:
     """The search of one plan: a study of each number of micro-batches, and the best way so far."""
 
     def __init__(self, asked: Question) -> None:

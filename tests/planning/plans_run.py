@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import shardlib as sl
 from benchmarks.zoo import BART, GPT2, SMALL, T5, TEXT, VIT, ZOO, B, D, V, _ids, _seeded
-from shardlib.planning.joint import LayoutPlan, plan_layouts
+from shardlib.planning.plan import Plan
 
 CLUSTER = sl.planning.Cluster(1e12, 2e10, 1, between=sl.planning.Link(1e-4, 1e-8), bandwidth=5e9)
 
@@ -33,7 +33,7 @@ class Case(NamedTuple):
 
     @property
     def where(self) -> dict[str, Any]:
-        """The mesh as ``plan_layouts`` takes it."""
+        """The mesh as ``sl.plan`` takes it."""
         if len(self.axes) == 1:
             return {"ranks": self.axes[0]}
         return {"mesh": dict(zip("abc", self.axes, strict=False))}
@@ -135,13 +135,13 @@ def draw(seed: int) -> Case:
     return Case(rng.choice(NAMES), axes, rng.choice([1.0, 0.9, 0.75, 0.6, 0.0]))
 
 
-def planned(case: Case) -> tuple[nn.Module, dict[str, Tensor], LayoutPlan, float]:
+def planned(case: Case) -> tuple[nn.Module, dict[str, Tensor], Plan, float]:
     """Return the model, its inputs, its plan and the budget; the least plan where none fits."""
     module, inputs = made(case.model)
     given = tuple(inputs.values())
 
-    def plan(memory: float) -> LayoutPlan:
-        return plan_layouts(
+    def plan(memory: float) -> Plan:
+        return sl.plan(
             module, given, **case.where, memory=memory, cluster=CLUSTER, loss=loss_over((*inputs,))
         )
 
@@ -155,7 +155,7 @@ def planned(case: Case) -> tuple[nn.Module, dict[str, Tensor], LayoutPlan, float
 
 
 def stepped(
-    module: nn.Module, inputs: Mapping[str, Tensor], plan: LayoutPlan | None, steps: int = 5
+    module: nn.Module, inputs: Mapping[str, Tensor], plan: Plan | None, steps: int = 5
 ) -> tuple[list[float], float]:
     """Return the losses of some steps, by a plan or on one rank, and the bytes that one receives."""
     loss = loss_over((*inputs,))
@@ -168,20 +168,21 @@ def stepped(
             apply, params, tx = plan.apply(module)
             texts = plan.inputs
         given = [sl.shard(x, text) for x, text in zip(inputs.values(), texts, strict=True)]
+        how: dict[str, Any] = {"into": tx} if tx.sink else {}
+        if plan is not None and plan.microbatches > 1:
+            how["microbatches"] = plan.microbatches
+        step = sl.value_and_grad(lambda p, *x: loss(apply, p, *x), **how)
         state, out, nbytes = tx.init(params), [], 0.0
         for _ in range(steps):
             with sl.trace() as moved:
-                into = tx if tx.sink else None
-                value, grads = sl.value_and_grad(lambda p: loss(apply, p, *given), into=into)(
-                    params
-                )
+                value, grads = step(params, *given)
                 params, state, _ = sl.optim.step(tx, params, grads, state)
             out.append(value.item())
-            nbytes = moved.bytes
+            nbytes = float(moved.bytes)
     return out, nbytes
 
 
-def confirm(inputs: Mapping[str, Tensor], module: nn.Module, plan: LayoutPlan) -> str:
+def confirm(inputs: Mapping[str, Tensor], module: nn.Module, plan: Plan) -> str:
     """Explain what a plan applies, and return in what it differs from what the plan says."""
     loss = loss_over((*inputs,))
     with sl.record(**plan.mesh):
@@ -189,13 +190,16 @@ def confirm(inputs: Mapping[str, Tensor], module: nn.Module, plan: LayoutPlan) -
         given = tuple(
             sl.shard(x.to("meta"), t) for x, t in zip(inputs.values(), plan.inputs, strict=True)
         )
-        found = sl.explain(lambda p, *x: loss(apply, p, *x), params, given, tx=tx)
+        count = plan.microbatches if plan.microbatches > 1 else None
+        found = sl.explain(
+            lambda p, *x: loss(apply, p, *x), params, given, tx=tx, microbatches=count
+        )
     if abs(found.peak - plan.peak) > 0.01 * plan.peak:
         return f"peak {plan.peak}, explained {found.peak}"
     return ""
 
 
-def judge(case: Case) -> tuple[str, LayoutPlan]:
+def judge(case: Case) -> tuple[str, Plan]:
     """Return what is wrong with a case's plan, "" if nothing is, and the plan."""
     module, inputs, plan, budget = planned(case)
     if plan.peak > budget:
