@@ -44,7 +44,7 @@ def test_a_file_is_planned_with_its_own_batch_loss_and_optimizer(
     assert found["links"]["between"]["beta"] == pytest.approx(1e-8)
     assert main(["plan", *given, "--ranks", "4", "--microbatches", "4"]) == 0
     said = capsys.readouterr().out
-    assert "nothing was measured" in said and "64 x 64 a step" in said
+    assert "nothing was measured" in said and "64 x 128 a step" in said
     written = tomllib.loads(said.partition("\nwrite\n")[2].partition("\nlinks:")[0])
     assert written["microbatches"] == 4 and written["data"]["batch"] == 64
 
