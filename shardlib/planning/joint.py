@@ -176,6 +176,11 @@ class Setting(NamedTuple):
     batch: str
 
     @property
+    def name(self) -> tuple[object, ...]:
+        """The mesh, the split of the batch, and the axes of ZeRO."""
+        return *self.holding.sizes.items(), self.batch, self.holding.axes
+
+    @property
     def holding(self) -> Holding:
         """The bytes that parameters take."""
         return self.search.holding
@@ -205,6 +210,8 @@ class Study:
         # seconds of the best way that a program found, and the best in any memory
         self.thought = math.inf
         self.free: Solution | None = None
+        # name of a setting -> its seconds in any memory
+        self.least_seconds: dict[Any, float] = {}
         # sizes of axes -> what does not depend on their order
         self.tables: dict[Any, tuple[Table, Candidates]] = {}
 
@@ -237,34 +244,48 @@ class Study:
                 self.tables[key] = Table(self.step, mesh), candidates
         return self.tables[key]
 
-    def best(self, pipe: int = 1, known: Strategy | None = None) -> Strategy | None:
-        """Return the fastest way that fits, explained, or what was known where none is faster."""
+    def best(
+        self, pipe: int = 1, known: Strategy | None = None, less: Mapping[Any, float] | None = None
+    ) -> Strategy | None:
+        """Return the fastest way that fits, explained, or what was known where none is faster.
+
+        ``less``  seconds that a setting takes at the least, by its name: of fewer micro-batches.
+        """
         settings = self.settings(pipe)
-        best = self.among(settings, known)
+        best = self.among(settings, known, less or {})
         if best is None or best.peak > self.asked.room:
             # what a program thought to fit and be fast does not: slower ways were not looked at
-            best = self.among(settings, best, bounded=False)
+            best = self.among(settings, best, less or {}, bounded=False)
+        # prices take memory, and are found again for the few questions that come back
+        self.tables.clear()
         return best
 
     def among(
-        self, settings: Sequence[Setting], best: Strategy | None, bounded: bool = True
-    ) -> Strategy | None:
+        self, settings: Sequence[Setting], best: Strategy | None, less: Mapping[Any, float],
+        bounded: bool = True,
+    ) -> Strategy | None:  # fmt: skip
         """Return the fastest way of these settings that fits, or what is known if it is better.
 
+        ``less``     seconds that a setting takes at the least.
         ``bounded``  whether ways are left out that a program thinks slower than others.
         """
         room, bound, found = self.asked.room, math.inf, []
         if best is not None and best.peak <= room:
             bound = best.seconds / NEAR
         for setting in settings:
+            if less.get(setting.name, 0.0) > NEAR * NEAR * bound:
+                continue
             # a program thinks that a plan takes at most NEAR less than it does, or more
             limit = NEAR * NEAR * bound
             columns = self.columns(setting.search, limit)
             free = solve(columns, self.counts)
             if free is None:
+                self.least_seconds.setdefault(setting.name, limit)
                 continue
             if self.free is None or free.seconds < self.free.seconds:
                 self.free = free
+            name = setting.name
+            self.least_seconds[name] = min(free.seconds, self.least_seconds.get(name, math.inf))
             solution: Solution | None = free
             if free.peak > room:
                 solution = solve(columns, self.counts, room, limit=limit, gap=GAP)

@@ -351,6 +351,9 @@ class Planning:
                 self._weigh(asked.micros)
         for pipe in self._pipes():
             self._weigh(asked.micros or hiding(asked.rows, pipe), pipe)
+            if self.best is not None and self.best.peak <= asked.room and self.best.pipe != pipe:
+                # more stages idle longer
+                break
         if self.best is None or self.best.peak > asked.room:
             least = self.studies[max(self.studies)].least(asked.pipe or 1)
             if least is not None and least.better(self.best, asked.room):
@@ -360,8 +363,9 @@ class Planning:
     def _weigh(self, micros: int, pipe: int = 1) -> Study:
         if micros not in self.studies:
             self.studies[micros] = Study(self.asked, micros)
-        study = self.studies[micros]
-        self.best = study.best(pipe, self.best)
+        study, whole = self.studies[micros], self.studies.get(1)
+        less = whole.least_seconds if whole is not None and pipe == 1 < micros else {}
+        self.best = study.best(pipe, self.best, less)
         return study
 
     def _in_parts(self) -> None:

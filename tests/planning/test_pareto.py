@@ -8,7 +8,7 @@ from torch import nn
 
 import shardlib as sl
 from shardlib.planning import pareto
-from shardlib.planning.joint import Study
+from shardlib.planning.joint import Question, Study
 
 CLUSTER = sl.planning.Cluster(1e12, 2e10, 1, between=sl.planning.Link(1e-4, 1e-8), bandwidth=5e9)
 
@@ -31,9 +31,10 @@ def drawn(seed: int) -> tuple[nn.Module, torch.Tensor]:
 def test_no_way_there_is_beats_those_that_are_kept(seed: int, monkeypatch: Any) -> None:
     module, rows = drawn(seed)
     loss = lambda apply, params, x: apply(params, x).square().mean()  # noqa: E731
-    study = Study(module, (rows,), loss, sl.optim.adamw(0.01), CLUSTER)
+    asked = Question(module, (rows,), loss, sl.optim.adamw(0.01), CLUSTER, 1e12, 2, {"a": 2})
+    study = Study(asked)
     begin = pareto.State()
-    for setting in study.settings({"a": 2}):
+    for setting in study.settings():
         search = setting.search
         kept = search.run(study.step.calls, begin)
         with monkeypatch.context() as patch:
