@@ -85,7 +85,9 @@ class Plan(Strategy):
         >>> mlp = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
         >>> print(sl.plan(mlp, torch.empty(32, 64), ranks=2).why("0.weight"))
         0.weight on a=2
-          . .   2.85e-05 s  0.29 MiB
+          . .: 4.51e-07 s, 549.01 KiB  as planned
+          a .: 1.03e-05 s, 275.01 KiB
+          . a: 1.06e-05 s, 456.01 KiB
         """
         names = self._named(parameter)
         texts = Study(self._here({}), self.microbatches).layouts(names[0])
