@@ -210,10 +210,11 @@ class RowStore:
         if held is None:
             held = host_row(row.shape, row.dtype, *self._where("buffers"))
         write(held)
-        self._write([(row, held)])
         if row.memory is None:
-            # at most one such buffer
-            self.writes.pop().wait()
+            # so that there is one such buffer at most
+            self._written(row, held).wait()
+        else:
+            self._write([(row, held)])
 
     def value(self, row: TierRow) -> Tensor:
         """Return a row's memory, or a copy of what lies on the disk."""
@@ -306,9 +307,13 @@ class RowStore:
         self.writes[:] = [t for t in self.writes if not t.finished.is_set()]
         for row, held in rows:
             if self.disk is not None and (self.durable or row.memory is None):
-                row.count += 1
-                self.bytes_written += held.nbytes
-                self.writes.append(self.disk.write(row.key, held))
+                self.writes.append(self._written(row, held))
+
+    def _written(self, row: TierRow, held: Tensor) -> Ticket:
+        assert self.disk is not None
+        row.count += 1
+        self.bytes_written += held.nbytes
+        return self.disk.write(row.key, held)
 
 
 class _Commit(NamedTuple):
