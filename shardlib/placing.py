@@ -182,8 +182,10 @@ def _in_body(
     return ShardError(why, op=op, operands=given, mesh=m, fix=line)
 
 
-def place_whole(x: Tensor, lay: Layout, m: Mesh, *, src: int | None, pad: bool) -> ShardedTensor:
-    """Shard one tensor without comparing the ranks' blocks."""
+def place_whole(
+    x: Tensor, lay: Layout, m: Mesh, *, src: int | None, pad: bool, device: torch.device | None = None
+) -> ShardedTensor:  # fmt: skip
+    """Shard one tensor, on the mesh's device or another, without comparing the ranks' blocks."""
     size = padded_size(lay, x, m, pad)
     lay.check(tuple(size), m, op="shard")
     if src is not None:
@@ -191,7 +193,7 @@ def place_whole(x: Tensor, lay: Layout, m: Mesh, *, src: int | None, pad: bool) 
     shape = x.shape
     if size != shape:
         x = lengthened(x, shape, size)
-    raw = _placed(x, lay, m)
+    raw = _placed(x, lay, m, device or m.device)
     if (mode := checking()) is not None:
         mode.tag(raw)
     return ShardedTensor(raw, Place(lay, shape, m, size))
@@ -240,11 +242,11 @@ def _mapped(f: Any, x: Any, *layout: Any, **how: Any) -> Any:
     return optree.tree_unflatten(tree, found)
 
 
-def _placed(x: Tensor, layout: Layout, m: Mesh) -> Tensor:
+def _placed(x: Tensor, layout: Layout, m: Mesh, device: torch.device) -> Tensor:
     if x.requires_grad and torch.is_grad_enabled():
         refuse_blocks(x)
         return _Placed.apply(x, layout, m)
-    return _blocks(x.detach(), layout, m)
+    return _blocks(x.detach(), layout, m, device)
 
 
 def padded_size(layout: Layout, x: Tensor, m: Mesh, pad: bool = True) -> torch.Size:
@@ -266,7 +268,7 @@ def _from_rank(x: Tensor, m: Mesh, src: int) -> Tensor:
         return pbroadcast(x.to(m.device), m.names, 0)
 
 
-def _blocks(x: Tensor, layout: Layout, m: Mesh) -> Tensor:
+def _blocks(x: Tensor, layout: Layout, m: Mesh, device: torch.device) -> Tensor:
     """Return the raw storage of a tensor that is whole here."""
     shape = tuple(x.shape)
     if not holds_values(m):
@@ -277,9 +279,9 @@ def _blocks(x: Tensor, layout: Layout, m: Mesh) -> Tensor:
         )
     if x.nbytes > LARGE and not x.is_meta:
         made = math.prod(storage_shape(m, *layout.local_shape(shape, m)))
-        refuse_beyond(made * x.element_size(), m.device, "shard", m)
+        refuse_beyond(made * x.element_size(), device, "shard", m)
     raw = storage([_cut(x, layout, m, c) for c in played(m)], m)
-    return raw if raw.is_meta else brought(raw, m.device)
+    return raw if raw.is_meta else brought(raw, device)
 
 
 def _cut(x: Tensor, layout: Layout, m: Mesh, coord: dict[str, int]) -> Tensor:
@@ -491,7 +493,7 @@ class _Placed(Local):
     @staticmethod
     def forward(ctx: Ctx, x: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
         ctx.way = layout, x.shape, mesh, x.device
-        return _blocks(x, layout, mesh)
+        return _blocks(x, layout, mesh, mesh.device)
 
     @staticmethod
     def backward(ctx: Ctx, *grads: Tensor) -> Grads:

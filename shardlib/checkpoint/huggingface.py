@@ -78,6 +78,7 @@ def load_hf(
     cast: bool = False,
     timeout: float | None = None,
     stages: CutsIntoStages | None = None,
+    host: bool = False,
 ) -> tuple[Apply, dict[str, ShardedTensor]]:
     """Make ``(apply, params)`` as ``parallelize`` does, with values of a Hugging Face directory.
 
@@ -112,7 +113,7 @@ def load_hf(
     known_choices("load_hf", given, missing=(missing, "init"), extra=(extra, "skip"))
     apply, params = placing(stages)(
         module, rules, mesh=as_mesh(mesh), src=None, axes=axes, inputs=inputs, pad=pad,
-        remat=remat, blank=True,
+        remat=remat, host=host, blank=True,
     )  # fmt: skip
     if isinstance(directory, str | os.PathLike):
         directory = [directory]

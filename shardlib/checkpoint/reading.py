@@ -197,9 +197,9 @@ def _fixes(path: str) -> list[tuple[str, str]]:
 
 def _device(like: Tensor) -> torch.device:
     """Return the device of the values that are read for a tensor, which may be on the meta device."""
-    if isinstance(like, ShardedTensor):
-        return like.mesh.device
-    return torch.device("cpu") if like.is_meta else like.device
+    if not like.is_meta:
+        return like.device
+    return like.mesh.device if isinstance(like, ShardedTensor) else torch.device("cpu")
 
 
 def storages(likes: Sequence[Tensor]) -> list[Tensor]:
@@ -264,7 +264,7 @@ class _Readers:
         mesh = _mesh(like) or self.mesh
         if mesh is None or not spans_processes(mesh) or mesh.coord is None:
             return True
-        if _mesh(like) is None and (mesh.size != world_of(mesh) or raw.device != mesh.device):
+        if raw.device != mesh.device or (_mesh(like) is None and mesh.size != world_of(mesh)):
             return True
         split = like.sharding.axes if isinstance(like, ShardedTensor) else ()
         free = tuple(a for a, n in mesh.axes.items() if n > 1 and a not in split)

@@ -12,6 +12,7 @@ from shardlib.collectives.posted import (
     ALL_GATHER,
     PREDUCE,
     PSUM_SCATTER,
+    is_on_host,
     keep_posted,
     on_side_stream,
     posted,
@@ -117,6 +118,9 @@ def gather_into(flat: Tensor, mesh: Mesh, axes: Axes, *, ahead: bool = False) ->
     g = group(mesh, axes)
     if g.size == 1:
         return lambda: flat
+    if is_on_host(flat, mesh):
+        there = gather_into(flat.to(mesh.device), mesh, axes, ahead=ahead)
+        return lambda: flat.copy_(there())
 
     into = partial(BACKENDS[mesh.kind].all_gather_into, flat, g, ahead)
 

@@ -251,7 +251,15 @@ def begin(op: Collective, raw: Tensor, g: AxisGroup, params: tuple) -> Finish:
     """Count and post a collective; return the function that waits for its result."""
     if raw.dtype not in SENT:
         return _begin_other(op, raw, g, params)
+    if is_on_host(raw, g.mesh):
+        there = begin(op, raw.to(g.mesh.device), g, params)
+        return lambda: there().to("cpu")
     return posted(partial(op.post(BACKENDS[g.mesh.kind]), raw, g, *params), op, raw, g, params)
+
+
+def is_on_host(raw: Tensor, mesh: Mesh) -> bool:
+    """Return whether a block is in host memory, from which an accelerator's transport sends nothing."""
+    return raw.is_cpu and mesh.device.type not in ("cpu", "meta")
 
 
 def posted(

@@ -67,7 +67,7 @@ NO_AXES = ("schedule", "mlp", "experts")
 # of parallelize, in [layout]
 PLACING = ("pad", "axes", "inputs")
 # of init, in other tables than [init]
-BESIDE_INIT = ("mesh", "remat", "stages", *PLACING)
+BESIDE_INIT = ("mesh", "remat", "stages", "host", *PLACING)
 # tables below [optimizer], the innermost first
 WRAPPERS: dict[str, Callable[..., Any]] = {
     "clip": optim.clip_by_global_norm,
@@ -525,6 +525,8 @@ def _placed(
     remat = list(config.table("remat").items())
     how: dict[str, Any] = {"mesh": mesh, "remat": remat, **placing(config)}
     how["stages"] = _stages(config, made.module, rules, mesh)
+    # from there they are taken; the device need not hold them all
+    how["host"] = "tiers" in config.tables
     try:
         if values and made.directory:
             return load_hf(made.directory, made.module, rules.rules, **made.load, **how)

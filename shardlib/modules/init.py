@@ -51,6 +51,7 @@ def init(
     remat: Remat = (),
     fill: Fill | None = None,
     stages: CutsIntoStages | None = None,
+    host: bool = False,
 ) -> tuple[Apply, dict[str, ShardedTensor]]:
     """Make ``(apply, params)`` as ``parallelize`` does, with fresh values, drawn shard by shard.
 
@@ -80,7 +81,7 @@ def init(
     """
     apply, params = placing(stages)(
         module, rules, mesh=as_mesh(mesh), src=None, axes=axes, inputs=inputs, pad=pad,
-        remat=remat, blank=True,
+        remat=remat, host=host, blank=True,
     )  # fmt: skip
     mesh = apply.mesh
     if not holds_values(mesh):

@@ -62,6 +62,7 @@ def parallelize(
     remat: Remat = (),
     src: int | None = None,
     stages: CutsIntoStages | None = None,
+    host: bool = False,
 ) -> tuple[Apply, dict[str, ShardedTensor]]:
     """Turn a module into ``(apply, params)``, each parameter sharded by the first rule it matches.
 
@@ -83,6 +84,8 @@ def parallelize(
     ``src``     0: rank 0's values are used.  Without it the ranks verify that theirs are the same.
     ``stages``  ``sl.Stages("pipe")``: blocks of the module run on different ranks of that axis, and
                 ``params`` has only the parameters that this rank's stages read.
+    ``host``    parameters are placed in host memory, from where ``sl.optim.zero(..., tiers=)``
+                takes them: the device need not hold them all.
 
     Tied parameters are one leaf under their first name.  The module is read, never changed:
     ``apply`` runs on a copy of its tree that has no weights, so they are freed with the module.
@@ -99,7 +102,9 @@ def parallelize(
     >>> sl.typeof(params["weight"]), sl.typeof(out)
     ('f32[6@y, 4@x]', 'f32[2@x, 6@y]')
     """
-    given: dict[str, Any] = {"axes": axes, "inputs": inputs, "pad": pad, "remat": remat}
+    given: dict[str, Any] = {
+        "axes": axes, "inputs": inputs, "pad": pad, "remat": remat, "host": host,
+    }  # fmt: skip
     return placing(stages)(module, rules, mesh=as_mesh(mesh), src=src, **given)
 
 
@@ -124,6 +129,7 @@ def placed(
     inputs: Mapping[str, LayoutLike] | None = None,
     pad: bool = False,
     remat: Remat = (),
+    host: bool = False,
     blank: bool = False,
     src: int | None = None,
     only: Container[str] | None = None,
@@ -147,11 +153,12 @@ def placed(
     given = {n: _input_layout(n, lay, axes, mesh) for n, lay in inputs.items()}
     unfit = misfits(named, layouts, mesh, pad)
     own = {n: p for n, p in named.items() if only is None or n in only}
-    _refuse_too_large({n: p for n, p in own.items() if n not in unfit}, layouts, mesh)
+    device = torch.device("cpu") if host else mesh.device
+    _refuse_too_large({n: p for n, p in own.items() if n not in unfit}, layouts, mesh, device)
     params = {}
     for n, p in own.items():
         with naming(n, rules, named, lambda: unfit):
-            params[n] = _place_parameter(p, layouts[n], mesh, pad, blank, src)
+            params[n] = _place_parameter(p, layouts[n], mesh, device, pad, blank, src)
     if src is None and not blank:
         filled = {n: (p.raw, p.sharding) for n, p in params.items() if not named[n].is_meta}
         verify("parallelize", mesh, filled, "sl.parallelize(module, rules, src=0)")
@@ -184,8 +191,8 @@ def _input_layout(name: str, layout: LayoutLike, axes: LogicalAxes, mesh: Mesh) 
         raise renamed(f"the layout of input {name!r} does not fit", e, fix) from None
 
 
-def _refuse_too_large(named: Named, layouts: Layouts, mesh: Mesh) -> None:
-    """Refuse parameters whose blocks do not fit into the device's memory."""
+def _refuse_too_large(named: Named, layouts: Layouts, mesh: Mesh, device: torch.device) -> None:
+    """Refuse parameters whose blocks do not fit into the memory of the device."""
     if not holds_values(mesh):
         return
     sizes = [
@@ -193,7 +200,7 @@ def _refuse_too_large(named: Named, layouts: Layouts, mesh: Mesh) -> None:
         for n, p in named.items()
     ]
     made = math.prod(storage_shape(mesh, sum(sizes)))
-    refuse_beyond(made, mesh.device, "parallelize", mesh)
+    refuse_beyond(made, device, "parallelize", mesh)
 
 
 def _check_inputs(module: nn.Module, inputs: Mapping[str, Any]) -> None:
@@ -222,16 +229,16 @@ def _check_inputs(module: nn.Module, inputs: Mapping[str, Any]) -> None:
 
 
 def _place_parameter(
-    p: Tensor, layout: Layout, mesh: Mesh, pad: bool, blank: bool, src: int | None = None
-) -> ShardedTensor:
+    p: Tensor, layout: Layout, mesh: Mesh, device: torch.device, pad: bool, blank: bool,
+    src: int | None = None,
+) -> ShardedTensor:  # fmt: skip
     if (p.is_meta or blank) and holds_values(mesh):
         size = padded_size(layout, p, mesh, pad)
         layout.check(tuple(size), mesh, op="parallelize")
         shape = storage_shape(mesh, *layout.local_shape(tuple(size), mesh))
-        raw = torch.full(shape, float("nan"), dtype=p.dtype, device=mesh.device).requires_grad_(
-            p.requires_grad
-        )
+        raw = torch.full(shape, float("nan"), dtype=p.dtype, device=device)
+        raw.requires_grad_(p.requires_grad)
         return ShardedTensor(raw, Place(layout, p.shape, mesh, size))
-    placed = place_whole(p.detach(), layout, mesh, src=src, pad=pad)
+    placed = place_whole(p.detach(), layout, mesh, src=src, pad=pad, device=device)
     placed.requires_grad_(p.requires_grad)
     return placed

@@ -805,7 +805,9 @@ def parts_of(
         refuse_beyond(nbytes, mesh.device, "zero", mesh)
     shapes = [storage_shape(mesh, b.part_length) for b in index]
     made = zip(rows, shapes, dtypes, strict=True)
-    out = index.of_parts([x.new_zeros(s, dtype=dtype) for (_, x), s, dtype in made], mesh)
+    # of parameters in host memory too
+    zeros = [torch.zeros(s, dtype=dtype, device=mesh.device) for _, s, dtype in made]
+    out = index.of_parts(zeros, mesh)
     fill_slots(out, leaves, add_tied=grads)
     return out
 

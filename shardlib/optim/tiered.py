@@ -123,7 +123,7 @@ class RowRead:
     def fill(self, value: Tensor) -> None:
         """Replace the row's bytes."""
         self.cache.wait(self.cache.chunk_of[self.name])
-        self.cache.store.fill(self.row, value)
+        self.cache.store.fill(self.row, lambda row: row.copy_(value))
 
     @property
     def since(self) -> Callable[[], None] | None:

@@ -21,9 +21,9 @@ from torch import Tensor
 from shardlib.collectives import holds_values, spans_processes, storage_shape
 from shardlib.errors import ShardError, Unsupported
 from shardlib.mesh import Mesh, rank_along, within
-from shardlib.optim.buckets import Bucket, Buckets, Index, State, Tree, parts_of
+from shardlib.optim.buckets import Bucket, Buckets, Index, State, Tree, fill_slots
 from shardlib.optim.chunk_cache import ChunkCache, ExactMemory, part_bytes
-from shardlib.optim.index import ZeroSettings
+from shardlib.optim.index import Indexed, ZeroSettings
 from shardlib.optim.norms import global_norm, run_measured
 from shardlib.optim.precision import with_master
 from shardlib.optim.stage3 import Parts, SplitParameters, matched, trained
@@ -101,16 +101,17 @@ class TieredParameters(SplitParameters):
             return params
         found, asks = self.placed(params)
         index = replace(found.where, buckets=_cut(found.where, found.mesh))
-        cache = ChunkCache(
-            index, found.mesh, self.tiers.ledger, self.tiers.movers(found.raws[0].device), self.tiers.depth,
-            found.raws[0].device,
-        )  # fmt: skip
+        device = found.mesh.device
+        movers = self.tiers.movers(device)
+        cache = ChunkCache(index, found.mesh, self.tiers.ledger, movers, self.tiers.depth, device)
         if self.tiers.disk is not None and holds_values(found.mesh):
             self._open_disk(cache, index, asks)
-        for bucket in index:
-            # one at a time: the parts of all of them may not fit in the device
-            (part,) = parts_of(found.leaves, index.subset((bucket.name,)), found.mesh).values()
-            cache.rows[bucket.name] = cache.store.make(bucket.name, part.raw, "parameters")
+        for b in index:
+            like = torch.empty(
+                storage_shape(found.mesh, b.part_length), dtype=b.dtype, device="meta"
+            )
+            write = partial(_write_part, index.subset((b.name,)), found)
+            cache.rows[b.name] = cache.store.make(b.name, like, "parameters", write)
         return parts_in(cache, index, asks)
 
     def _open_disk(self, cache: ChunkCache, index: Index, asks: Mapping[str, bool]) -> None:
@@ -351,6 +352,11 @@ def _eager(
         cache.updates.update(tickets)
 
 
+def _write_part(one: Index, found: Indexed, row: Tensor) -> None:
+    """Write this rank's part of a bucket's parameters, from where they are."""
+    fill_slots(one.of_parts([row.zero_()], found.mesh), found.leaves)
+
+
 def _cut(index: Index, mesh: Mesh) -> tuple[Bucket, ...]:
     """Return the buckets without gathers over axes of one rank, which would copy every part."""
     hops = ((tuple(a for a in hop if mesh.axes[a] > 1) for hop in b.hops) for b in index)
@@ -457,7 +463,7 @@ def _rows(cache: ChunkCache, i: int, some: Buckets) -> Buckets:
     """Make rows of buckets of a state, its leaf number ``i``."""
     out = {}
     for name, x in some.items():
-        row = cache.store.make(f"{name} {i}", x.raw.detach(), "state")
+        row = cache.store.make(f"{name} {i}", x.raw, "state", lambda to, x=x: to.copy_(x.raw))
         out[name] = valued(cache, name, row, x.place)
     return Buckets(out, some.index, some.mesh)
 

@@ -188,14 +188,14 @@ class RowStore:
             read += r.nbytes * away * (changes + loaded)
         return read, written
 
-    def make(self, key: str, value: Tensor, kind: str) -> TierRow:
-        """Make a row of a value; of a run that was taken up, it has the value that it had."""
+    def make(self, key: str, like: Tensor, kind: str, write: Callable[[Tensor], object]) -> TierRow:
+        """Make a row, and have its memory written; of a run that was taken up, it has its value."""
         memory = None
         if key not in self.away:
-            memory = host_row(value.shape, value.dtype, *self._where(kind))
-        row = TierRow(key, value, memory)
+            memory = host_row(like.shape, like.dtype, *self._where(kind))
+        row = TierRow(key, like, memory)
         if self.notes is None:
-            self.fill(row, value)
+            self.fill(row, write)
         elif memory is not None and self.disk is not None:
             self.disk.read(key, memory).wait()
         return row
@@ -203,14 +203,18 @@ class RowStore:
     def _where(self, kind: str) -> tuple[Ledger, str, torch.device, int]:
         return self.ledger, kind, self.device, self.shares
 
-    def fill(self, row: TierRow, value: Tensor) -> None:
-        """Replace the bytes of a row that no job uses."""
+    @torch.no_grad()
+    def fill(self, row: TierRow, write: Callable[[Tensor], object]) -> None:
+        """Have the memory of a row that no job uses written; of one on the disk, it is a buffer."""
         held = row.memory
         if held is None:
-            held = value.detach().to("cpu", copy=True).contiguous()
+            held = host_row(row.shape, row.dtype, *self._where("buffers"))
+        write(held)
+        if row.memory is None:
+            # so that there is one such buffer at most
+            self._written(row, held).wait()
         else:
-            held.copy_(value)
-        self._write([(row, held)])
+            self._write([(row, held)])
 
     def value(self, row: TierRow) -> Tensor:
         """Return a row's memory, or a copy of what lies on the disk."""
@@ -303,9 +307,13 @@ class RowStore:
         self.writes[:] = [t for t in self.writes if not t.finished.is_set()]
         for row, held in rows:
             if self.disk is not None and (self.durable or row.memory is None):
-                row.count += 1
-                self.bytes_written += held.nbytes
-                self.writes.append(self.disk.write(row.key, held))
+                self.writes.append(self._written(row, held))
+
+    def _written(self, row: TierRow, held: Tensor) -> Ticket:
+        assert self.disk is not None
+        row.count += 1
+        self.bytes_written += held.nbytes
+        return self.disk.write(row.key, held)
 
 
 class _Commit(NamedTuple):

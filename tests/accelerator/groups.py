@@ -166,3 +166,35 @@ def test_a_step_on_real_ranks_waits_for_nothing(pool: Any) -> None:
         assert all(f.losses == ranks[0].losses for f in ranks)
         for f in ranks:
             assert (f.waits, f.uploads, f.traced) == (0, 0, (0, 0)), f.lines
+
+
+def in_tiers(on_host: bool) -> list[float]:
+    """Losses in memory tiers, and sums of what is read and loaded again, with a global norm."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(3)])
+    rules = [("*.weight", "x ."), ("*.bias", "x")]
+    apply, params = sl.parallelize(net, rules, inputs={"input": "data ."}, host=on_host)
+    x = torch.randn(8, 64)
+    inner = sl.optim.chain(sl.optim.clip_by_global_norm(0.1), sl.optim.adamw(0.01))
+    tx = sl.optim.zero(inner, "data", 3, tiers=sl.optim.Tiers())
+    parts = tx.shard(params)
+    state, out = tx.init(parts), []
+    for _ in range(3):
+        loss, grads = sl.value_and_grad(lambda p: apply(p, x).square().mean(), into=tx)(parts)
+        parts, state, _ = sl.optim.step(tx, parts, grads, state)
+        out.append(loss.item())
+    held = sl.optim.state_dict(parts)
+    assert {v.device.type for v in held.values()} == {"cpu"}
+    parts = sl.optim.load_state_dict(parts, held)
+    return out + [sl.unshard(v).double().sum().item() for v in sl.optim.state_dict(parts).values()]
+
+
+@pytest.mark.parametrize("mesh", [{"data": 4, "x": 1}, {"data": 2, "x": 2}])
+def test_memory_tiers_on_real_ranks_sum_and_gather_what_is_in_host_memory(
+    pool: Any, mesh: Any
+) -> None:
+    with sl.simulate(**mesh, device=DEVICE):
+        want = in_tiers(False)
+    for on_host in (True, False):
+        for got in pool.run(in_tiers, on_host, **mesh):
+            assert got == pytest.approx(want, rel=1e-5, abs=1e-4)

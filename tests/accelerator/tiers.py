@@ -3,10 +3,12 @@
 Run by test_accelerator.py, in a process in which the device is."""
 
 import gc
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 import shardlib as sl
@@ -94,6 +96,52 @@ def test_what_is_not_entered_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as inner:
         at_uses, between = unentered(None, inner)
     assert at_uses > SLACK and between > SLACK
+
+
+@pytest.mark.parametrize("begin", ["parallelize", "init", "load_hf"])
+def test_a_model_larger_than_the_device_is_begun_in_host_memory(
+    begin: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of it is on the device until a block is loaded, and then what the budget says."""
+    net = nn.Sequential(*[Block() for _ in range(COUNT)]).cpu()
+    save_file(dict(net.state_dict()), tmp_path / "model.safetensors")
+    rules, how = [("*", "...")], {"inputs": {"input": "data ."}, "host": True}
+    base, budget = pretend.allocated(), 3 * PART
+    with sl.simulate(data=1, device=DEVICE):
+        if begin == "parallelize":
+            apply, params = sl.parallelize(net, rules, **how)
+        else:
+            with torch.device("meta"):
+                bare = nn.Sequential(*[Block() for _ in range(COUNT)])
+            if begin == "init":
+                apply, params = sl.init(bare, rules, 0, **how)
+            else:
+                apply, params = sl.load_hf(tmp_path, bare, rules, **how)
+        if begin != "init":
+            assert all(torch.equal(p.raw[0], net.state_dict()[n]) for n, p in params.items())
+        tiers = o.Tiers(device=budget)
+        tx = o.zero(o.adamw(0.01), "data", 3, tiers=tiers)
+        parts = tx.shard(params)
+        state = tx.init(parts)
+        assert pretend.allocated() - base <= 1024 and tiers.ledger.peak["device"] == 0
+        x = torch.randn(2, WIDE, device=DEVICE)
+        used = chunk_cache.ChunkCache._use
+        most = []
+
+        def noted(self: Any, chunk: str) -> None:
+            used(self, chunk)
+            most.append(pretend.allocated() - base)
+
+        monkeypatch.setattr(chunk_cache.ChunkCache, "_use", noted)
+        losses = []
+        for _ in range(3):
+            f = lambda p: apply(p, x).square().mean()  # noqa: E731
+            loss, grads = sl.value_and_grad(f, into=tx)(parts)
+            parts, state, _ = o.step(tx, parts, grads, state)
+            losses.append(loss.item())
+            del grads
+        # a block's gradients until they are in their bucket
+        assert max(most) <= budget + PART + SLACK and losses[2] < losses[0]
 
 
 def trained(device: Any, tiers: Any) -> list[Any]:

@@ -74,6 +74,22 @@ def test_a_slow_update_keeps_no_buffers_of_its_rows(tmp_path: Path) -> None:
         assert differing(want, stepped(o.adamw(rate), tiers, dtype, master="fp32")) == []
 
 
+def test_rows_that_are_begun_on_the_disk_pass_through_one_buffer_in_the_ledger(
+    tmp_path: Path,
+) -> None:
+    mesh = {"data": 2, "x": 1}
+    few = least_host(mesh, tmp_path, 4, torch.float32, None)
+    with sl.simulate(**mesh):
+        tiers = o.Tiers(host=few, disk=tmp_path)
+        tx = o.zero(o.adamw(0.01), "data", 3, tiers=tiers)
+        parts = tx.shard(model(4)[1])
+        store, peak = parts.cache.store, tiers.ledger.peaks["host"]
+        largest = max(store.sizes[n].nbytes for n in store.away)
+        assert peak["buffers"] == store.buffers + largest
+        tx.init(parts)
+        assert tiers.ledger.peak["host"] <= few
+
+
 @pytest.mark.parametrize("more", [0, 1, 3])
 def test_an_explanation_says_what_is_on_the_disk_and_moves(more: int, tmp_path: Path) -> None:
     mesh = {"data": 2, "x": 1}
