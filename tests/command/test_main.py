@@ -79,12 +79,11 @@ MISTAKES: dict[str, list[list[str]]] = {  # what is no run: arguments of every c
         [], ["nowhere"], [str(ROOT / "docs")], ["no.toml"], ["examples.gpt:", "--ranks", "2"], [":gpt", "--ranks", "2"],
         ["examples.corpus:load", "--ranks", "2"], [str(DEMO), "--set", "data.bacth=3"],
         [str(DEMO), "--set", "accumulate=-2"], [str(DEMO), "--set", "mehs=1"], [str(DEMO), "--set", "mesh=3"],
-        *([*GPT, f"--{key}", value] for key in ("ranks", "batch", "sequence", "accumulate", "node", "most")
+        *([*GPT, f"--{key}", value] for key in ("ranks", "batch", "sequence", "microbatches", "node", "pipe")
           for value in ("-1", "x", "1.5", "9" * 22)),
         *([*GPT, "--memory", v] for v in ("0", "-5", "nan", "inf", "5XiB")),
-        *([*GPT, "--state", v] for v in ("-1", "nan", "inf", "x")),
         *([*GPT, "--inside", v] for v in ("1", "a,b", "nan,1", "1,nan", "0,0", "1,2,3")),
-        [*GPT, "--between", "1e-5,inf"], [*GPT, "--recipe", "x"], [*GPT, "--cluster", "x"], [*GPT, "--most", "0"],
+        [*GPT, "--between", "1e-5,inf"], [*GPT, "--cluster", "x"], [*GPT, "--pipe", "0"],
     ],
     "ckpt": [
         [], ["lss", "x"], ["ls"], ["ls", NOWHERE], ["reshard", "docs", "o"],
