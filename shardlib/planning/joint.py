@@ -96,15 +96,13 @@ class Strategy:
         """The number of stages of a pipeline."""
         return self.mesh.get(PIPE, 1)
 
-    @property
-    def inner(self) -> dict[str, int]:
-        """The axes of each stage."""
-        return {a: n for a, n in self.mesh.items() if a != PIPE}
 
-    def parallelized(self, module: nn.Module) -> tuple[Any, dict[str, Any]]:
-        """Return ``(apply, params)`` on the ambient mesh."""
-        stages = Stages(PIPE) if self.pipe > 1 else None
-        return parallelize(module, self.rules, pad=True, remat=self.remat, stages=stages)
+def placed(
+    module: nn.Module, pipe: int, rules: Sequence[tuple[str, ...]], remat: Sequence[tuple[str, str]]
+) -> tuple[Any, dict[str, Any]]:
+    """Return ``(apply, params)`` on the ambient mesh, in so many stages."""
+    stages = Stages(PIPE) if pipe > 1 else None
+    return parallelize(module, rules, pad=True, remat=remat, stages=stages)
 
 
 @dataclass(frozen=True)
@@ -153,6 +151,7 @@ def meshes_of(ranks: int, cluster: Cluster) -> list[dict[str, int]]:
 
     The last axis joins ranks that are near; where both axes have the same links, their order is one.
 
+    >>> from shardlib.planning.cluster import cluster_of
     >>> meshes_of(16, cluster_of("h100"))
     [{'a': 4, 'b': 4}, {'a': 8, 'b': 2}, {'b': 2, 'a': 8}, {'a': 16}]
     >>> meshes_of(8, cluster_of("h100"))
@@ -197,6 +196,11 @@ class Study:
         self.outline = outline(asked.module)
         self.small = self.outline.model(0)
         stacks = stacks_of(self.outline)
+        # equal layers are one in the smaller model, and lie alike where one of them is refused
+        self.refused: dict[str, frozenset[str]] = {}
+        for name, texts in asked.refused.items():
+            known = self.refused.get(small := small_name(name, stacks), frozenset())
+            self.refused[small] = known | texts
         self.step = calls_of(
             self.small, self.inputs, asked.loss, lambda module: _layer(module, stacks)
         )
@@ -238,9 +242,7 @@ class Study:
         key = frozenset(axes.items())
         if key not in self.tables:
             with record(**dict(sorted(axes.items()))) as mesh:
-                candidates = Candidates(
-                    self.step, mesh, self.parameters, self.groups, self.asked.refused
-                )
+                candidates = Candidates(self.step, mesh, self.parameters, self.groups, self.refused)
                 self.tables[key] = Table(self.step, mesh), candidates
         return self.tables[key]
 
@@ -323,7 +325,7 @@ class Study:
     def layouts(self, name: str) -> list[str]:
         """List the layouts of a parameter that are weighed on the first mesh."""
         _, candidates = self._table(self.asked.meshes(self.asked.pipe or 1)[0])
-        return candidates.matrices(name)
+        return candidates.matrices(small_name(name, stacks_of(self.outline)))
 
     def least(self, pipe: int = 1) -> Strategy | None:
         """Return the way of least bytes, whatever its seconds; of those that fit, the fastest."""
@@ -435,11 +437,8 @@ class Study:
         axes = dict(holding.sizes)
         if holding.pipe > 1:
             axes = {PIPE: holding.pipe, **axes}
-        way = Strategy(
-            axes, rules, texts, remat, how, self.micros, 0.0, 0, {}, Explanation([], axes, 0, 0)
-        )
         with record(**axes):
-            apply, params = way.parallelized(asked.module)
+            apply, params = placed(asked.module, holding.pipe, rules, remat)
             given = [
                 shard(x.detach().to("meta"), text)
                 for x, text in zip(asked.inputs, texts, strict=True)
@@ -456,7 +455,9 @@ class Study:
             work = replace(whole.work, along=dict(whole.work.along))
             work.join(late)
             along, seconds = work.along, search.rates.seconds(work)
-        return replace(way, seconds=seconds, peak=whole.peak, along=along, explained=whole)
+        return Strategy(
+            axes, rules, texts, remat, how, self.micros, seconds, whole.peak, along, whole
+        )
 
     def _update(self, params: Mapping[str, Any], holding: Holding) -> StepWork:
         """Return what ZeRO gathers behind the update, where an explanation ends with backward."""
@@ -565,6 +566,19 @@ def stacks_of(outline: Outline) -> dict[str, tuple[str, ...]]:
             layer = f"{path}.".lstrip(".")
             stacks[f"{layer}{at}"] = tuple(f"{layer}{i}" for i in members)
     return stacks
+
+
+def small_name(name: str, stacks: Mapping[str, Sequence[str]]) -> str:
+    """Return the name that a parameter has in the smaller model, of these stacks of equal layers.
+
+    >>> small_name("h.7.w", {"h.0": ("h.0",), "h.1": ("h.1", "h.7")}), small_name("head.w", {})
+    ('h.1.w', 'head.w')
+    """
+    for small, layers in stacks.items():
+        for layer in layers:
+            if name.startswith(f"{layer}."):
+                return small + name.removeprefix(layer)
+    return name
 
 
 def parts_of(stacks: Mapping[str, tuple[str, ...]], step: StepCalls) -> list[Part]:

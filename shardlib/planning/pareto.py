@@ -118,12 +118,12 @@ class Holding:
 
     @property
     def passes(self) -> float:
-        """How many times the seconds of a micro-batch a step takes, with the idle time of stages."""
+        """Seconds of a step over those of a micro-batch, with the idle time of stages."""
         return (self.micros + self.pipe - 1) / self.pipe
 
     @property
     def flying(self) -> float:
-        """How many times what a micro-batch saves is held."""
+        """Bytes saved of all micro-batches in flight over those of one."""
         return min(self.micros, self.pipe) / self.pipe
 
     def parts(self, leaf: Leaf) -> int:

@@ -25,7 +25,7 @@ from shardlib.optim.transform import Transform
 from shardlib.planning.cluster import Cluster, cluster_of
 from shardlib.planning.explanation import size
 from shardlib.planning.grids import PIPE, divisors, hiding, stage_counts
-from shardlib.planning.joint import Question, Strategy, Study
+from shardlib.planning.joint import Question, Strategy, Study, placed
 
 FIX = "sl.plan(model, (ids,), ranks=8)"
 
@@ -57,13 +57,14 @@ class Plan(Strategy):
 
     def apply(self, module: nn.Module) -> tuple[Any, dict[str, Any], Transform]:
         """Return ``(apply, params, tx)`` on the ambient mesh: ``parallelize`` and ``zero`` as planned."""
-        return *self.parallelized(module), self.asked.transform(self.zero)
+        apply, params = placed(module, self.pipe, self.rules, self.remat)
+        return apply, params, self.asked.transform(self.zero)
 
     def without(self, what: str) -> "Plan":
         """Return the plan that has no ``what``, and would be taken if it could not be had.
 
         ``what``  "remat", "zero", "microbatches", "pipe"; or the name or pattern of parameters, which
-                  then lie otherwise than in this plan, on the same mesh.
+                  then lie otherwise than in this plan, on the same mesh, in all equal layers.
         Raises: BadArgument where no other fits.
 
         >>> import torch, shardlib as sl
@@ -75,11 +76,13 @@ class Plan(Strategy):
         asked = self.asked
         if what in _WITHOUT:
             return _answer(replace(asked, **_WITHOUT[what]))
-        names = self._named(what)
+        names = self._named(what, "without")
         return _answer(self._here({n: frozenset({self._layout(n)}) for n in names}))
 
     def why(self, parameter: str) -> str:
         """Say what a step would take if parameters of this name or pattern lay otherwise.
+
+        Those of equal layers lie otherwise together.
 
         >>> import torch, shardlib as sl
         >>> mlp = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
@@ -89,7 +92,7 @@ class Plan(Strategy):
           a .: 1.03e-05 s, 275.01 KiB
           . a: 1.06e-05 s, 456.01 KiB
         """
-        names = self._named(parameter)
+        names = self._named(parameter, "why")
         texts = Study(self._here({}), self.microbatches).layouts(names[0])
         lines = [f"{parameter} on {mesh_text(self.mesh)}"]
         for text in texts:
@@ -103,14 +106,18 @@ class Plan(Strategy):
             lines.append(f"  {text}: {found.seconds:.3g} s, {size(found.peak)}{chosen}")
         return "\n".join(lines)
 
-    def _named(self, text: str) -> list[str]:
-        """Return the parameters of a name or pattern, as the smaller model of equal layers has them."""
+    def _named(self, text: str, method: str) -> list[str]:
+        """Return the matrices of a name or pattern.  Raises: BadArgument where there is none."""
         named = dict(self.asked.module.named_parameters())
         found = [n for n in named if fnmatch.fnmatchcase(n, text) and named[n].ndim > 1]
         if not found:
-            why = f"{text!r} is no matrix of the module, and none of {', '.join(_WITHOUT)}"
-            near = similar(text, [*named, *_WITHOUT], 1) or [*named]
-            raise BadArgument(why, op="plan", fix=f"found.why({near[0]!r})")
+            known = [n for n in named if named[n].ndim > 1]
+            why = f"{text!r} is no matrix of the module"
+            if method == "without":
+                known += _WITHOUT
+                why += f", and none of {', '.join(_WITHOUT)}"
+            near = similar(text, known, 1) or known
+            raise BadArgument(why, op="plan", fix=f"found.{method}({near[0]!r})")
         return found
 
     def _layout(self, name: str) -> str:

@@ -202,6 +202,8 @@ def test_a_parameter_s_other_layouts_and_a_plan_without_a_part_cost_more() -> No
     times = {line.split(": ")[0].strip(): line for line in lines}
     chosen = next(text for text, line in times.items() if "as planned" in line)
     assert chosen == next(rule[1] for rule in found.rules if rule[0] == "h.*.up.weight")
+    # one of equal layers lies as all of them do
+    assert found.why("h.1.up.weight").splitlines()[1:] == lines
     other = found.without("h.*.up.weight")
     assert chosen not in [rule[1] for rule in other.rules if rule[0] == "h.*.up.weight"]
     assert other.seconds >= 0.999 * found.seconds
@@ -241,5 +243,7 @@ def test_mistakes_say_what_to_write(how: dict[str, Any], said: str) -> None:
 
 def test_a_parameter_that_is_none_is_refused() -> None:
     found = sl.plan(nn.Linear(8, 8), torch.empty(4, 8), ranks=1)
-    with pytest.raises(sl.errors.BadArgument, match="no matrix"):
-        found.why("wieght")
+    for method, text, near in (("why", "wieght", "weight"), ("without", "zer", "zero")):
+        with pytest.raises(sl.errors.BadArgument, match="no matrix") as e:
+            getattr(found, method)(text)
+        assert e.value.fix == f"found.{method}({near!r})"
