@@ -50,6 +50,7 @@ OTHER_CLOCKS = [
     ("optim/tiered*.py", "*cache.store.wait()", GENERATION),
     ("tiers/rows.py", "self.disk.read(*).wait()", JOB),
     ("tiers/rows.py", "self._read(*).wait()", JOB),
+    ("tiers/rows.py", "self._written(*).wait()", JOB),
     ("tiers/rows.py", "ticket.finished.wait()", JOB),
     ("tiers/rows.py", "ticket.wait()", JOB),
     ("tiers/rows.py", "end.wait()", JOB),
