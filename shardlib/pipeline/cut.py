@@ -72,9 +72,8 @@ class Cut:
 
     @cached_property
     def _own(self) -> list[list[UnitCall]]:
-        """List the calls of units of each stage."""
-        units = [c for c in self.calls if "/" not in c.unit]
-        return [[c for c in units if self.owner.get(c) == s] for s in range(self.stages)]
+        """List the calls of each stage."""
+        return [[c for c in self.calls if self.owner.get(c) == s] for s in range(self.stages)]
 
     @cached_property
     def makes(self) -> list[list[Output]]:
@@ -84,10 +83,10 @@ class Cut:
 
     @cached_property
     def expected(self) -> list[list[UnitCall]]:
-        """List for each stage the calls of units up to the last that others need, or all."""
+        """List for each stage the calls up to the last that others need, or all."""
         order = [*self.calls]
         ends = [max((order.index(k.call) for k in row), default=len(order)) for row in self.makes]
-        return [[c for c in order[: end + 1] if "/" not in c.unit] for end in ends]
+        return [order[: end + 1] for end in ends]
 
     def spec(self, output: Output) -> OutputSpec:
         """Return shape and dtype of a tensor that crosses."""
@@ -236,16 +235,15 @@ def _begins(
 
 
 def _owners(
-    calls: Calls, begins: Mapping[UnitCall, int], bound: Container[Any]
+    calls: Iterable[UnitCall], begins: Mapping[UnitCall, int], bound: Container[Any]
 ) -> dict[UnitCall, int]:
     """Deal the calls to stages; a unit between two blocks goes with the block before it."""
     owner: dict[UnitCall, int] = {}
     stage = 0
-    for c, returned in calls.items():
+    for c in calls:
         stage = begins.get(c, stage)
-        owner.update(dict.fromkeys([c, *(inner for _, inner in returned.inner)], stage))
-        if c not in bound:
-            del owner[c]
+        if c in bound:
+            owner[c] = stage
     empty = set(range(stage + 1)) - set(owner.values())
     if empty:
         raise _error(f"stage {min(empty)} has no call that depends on parameters")

@@ -117,15 +117,15 @@ class Returned(NamedTuple):
 
     ``draws``  random keys that the forward had drawn before the call, and after it.
     ``began``  the cost of the forward before the call.
-    ``inner``  calls of its submodules whose hooks take outputs (path, call), as transformers
-               collects hidden states and router logits.
+    ``inner``  paths of its submodules whose hooks take outputs, as transformers collects hidden
+               states and router logits: these outputs are leaves too, those of its own first.
     """
 
     leaves: tuple[Any, ...]
     tree: Any
     draws: tuple[int, int] = (0, 0)
     began: float = 0.0
-    inner: Sequence[tuple[str, UnitCall]] = ()
+    inner: Sequence[str] = ()
 
 
 Calls = dict[UnitCall, Returned]
@@ -139,7 +139,7 @@ class AllSent(BaseException):
 class UnitForward:
     """State of one run: how often each unit was called.
 
-    ``calls``     of units, and of submodules in ``Returned.inner``, in order.
+    ``calls``     of units, in order.
     ``pipeline``  the module with stages that it runs, if it is known: no other is called.
     ``blocks``    runs it on blocks, which are whole on the one rank of a stage, see apply.py.
     """
@@ -153,31 +153,29 @@ class UnitForward:
         turn = self.turns[unit] = self.turns.get(unit, -1) + 1
         return UnitCall(unit, turn)
 
-    @contextmanager
-    def hooked(
-        self, unit: str, m: nn.Module, took: Callable[[UnitCall, Any], None]
-    ) -> Iterator[list[tuple[str, UnitCall]]]:
-        """Hand on the results of submodules that have hooks; yield the list of their calls."""
-        calls: list[tuple[str, UnitCall]] = []
-
-        def ended(path: str, sub: nn.Module, args: Any, out: Any) -> None:
-            calls.append((path, self.next_call(f"{unit}/{path}")))
-            took(calls[-1][1], out)
-
-        hooked = [(path, sub) for path, sub in m.named_modules() if path and sub._forward_hooks]
-        handles = [sub.register_forward_hook(partial(ended, path)) for path, sub in hooked]
-        try:
-            yield calls
-        finally:
-            for h in handles:
-                h.remove()
-
     def entered(self, pipeline: object) -> None:
         """Begin a call of a module with stages.  Raises: ShardError for a second one, or another."""
         if pipeline is None or self.turns or self.pipeline not in (None, pipeline):
             why = "a loss calls one module with stages, once, and no other module"
             fix = "loss = lambda params, *batch: apply(params, *batch).mean()"
             raise ShardError(why, op="value_and_grad", fix=fix)
+
+
+@contextmanager
+def hooked(m: nn.Module) -> Iterator[list[tuple[str, Any]]]:
+    """Yield a list of the outputs of submodules that have hooks, with their paths, in order."""
+    outputs: list[tuple[str, Any]] = []
+
+    def ended(path: str, sub: nn.Module, args: Any, out: Any) -> None:
+        outputs.append((path, out))
+
+    hooked = [(path, sub) for path, sub in m.named_modules() if path and sub._forward_hooks]
+    handles = [sub.register_forward_hook(partial(ended, path)) for path, sub in hooked]
+    try:
+        yield outputs
+    finally:
+        for h in handles:
+            h.remove()
 
 
 def _view(x: Any) -> Any:
@@ -214,24 +212,21 @@ class WholeForward(UnitForward):
         before, began = self.drawn, self.flow.cost
         tensors = {id(x): x for x in [*args, *kwargs.values()] if isinstance(x, Tensor)}
         given = lambda x: views.get(id(x), x)  # noqa: E731
-        with self.hooked(unit, m, self.took) as inner, self.flow.call(call):
+        with hooked(m) as inner, self.flow.call(call):
             views = {at: _view(x) for at, x in tensors.items()}
             states = {at: _state(x) for at, x in views.items()}
             out = forward(*map(given, args), **{k: given(x) for k, x in kwargs.items()})
             out = type(out)(map(_view, out)) if type(out) in (tuple, list) else _view(out)
             for at in (at for at, x in views.items() if _state(x) != states[at]):
                 self.flow.write(raw_of(tensors[at]))
-            self.took(call, out, (before, self.drawn), began, inner)
+            leaves, tree = tree_flatten((out, [x for _, x in inner]))
+            refuse_unregistered(call, leaves)
+            for i, x in enumerate(leaves):
+                if isinstance(x, Tensor):
+                    self.flow.cross(raw_of(x), Output(call, i))
+        specs, paths = tuple(map(spec_of, leaves)), [path for path, _ in inner]
+        self.calls[call] = Returned(specs, tree, (before, self.drawn), began, paths)
         return out
-
-    def took(self, call: UnitCall, out: Any, *more: Any) -> None:
-        """Record a result."""
-        leaves, tree = tree_flatten(out)
-        refuse_unregistered(call, leaves)
-        self.calls[call] = Returned(tuple(map(spec_of, leaves)), tree, *more)
-        for i, x in enumerate(leaves):
-            if isinstance(x, Tensor):
-                self.flow.cross(raw_of(x), Output(call, i))
 
 
 def refuse_unregistered(call: object, leaves: Iterable[object]) -> None:
@@ -278,9 +273,9 @@ class StageForward(UnitForward):
         if self.draws is not None:
             self.draws.go_to(returned.draws[0])
         if self.owner.get(call, self.number) == self.number:
-            with self.hooked(unit, m, self.took) if returned.inner else nullcontext():
+            with hooked(m) if returned.inner else nullcontext([]) as inner:
                 out = forward(*args, **kwargs)
-            self.took(call, out)
+            self._keep(call, out, [x for _, x in inner])
         else:
             out = self._left_out(call, m, returned)
         if self.draws is not None:
@@ -300,31 +295,27 @@ class StageForward(UnitForward):
 
         return again
 
-    def took(self, call: UnitCall, out: Any) -> None:
-        """Keep what is wanted of a result; break the run off if a unit's result was the last."""
+    def _keep(self, call: UnitCall, *results: Any) -> None:
+        """Keep what is wanted of a call's results; break the run off if they were the last."""
         if own := [k for k in self.wanted if k.call == call]:
-            leaves = tree_flatten(out)[0]
+            leaves = tree_flatten(results)[0]
             self.found.update({k: leaves[k.leaf] for k in own})
-        if "/" not in call.unit and self.wanted and len(self.found) == len(self.wanted):
-            raise AllSent
-        # what follows may write to an output in place
-        self.found.update({k: self.found[k].clone() for k in own})
+            if len(self.found) == len(self.wanted):
+                raise AllSent
+            # what follows may write to an output in place
+            self.found.update({k: self.found[k].clone() for k in own})
 
     def _left_out(self, call: UnitCall, m: nn.Module, returned: Returned) -> Any:
         """Return the result of a call of another stage, and give its submodules' hooks theirs."""
-        for path, inner in returned.inner:
-            sub, out = m.get_submodule(path), self._result(inner, self.calls[inner])
-            self.turns[inner.unit] = inner.turn
-            unsent = _Unsent()
-            unsent.call = inner
+        leaves = [self._leaf(Output(call, i), x) for i, x in enumerate(returned.leaves)]
+        out, inner = tree_unflatten(leaves, returned.tree)
+        for path, x in zip(returned.inner, inner, strict=True):
+            sub, unsent = m.get_submodule(path), _Unsent()
+            unsent.path = f"{call.unit}.{path}"
             for key, hook in list(sub._forward_hooks.items()):
                 given = ({},) if key in sub._forward_hooks_with_kwargs else ()
-                hook(sub, unsent, *given, out)
-        return self._result(call, returned)
-
-    def _result(self, call: UnitCall, returned: Returned) -> Any:
-        leaves = [self._leaf(Output(call, i), x) for i, x in enumerate(returned.leaves)]
-        return leaves[0] if returned.tree.is_leaf() else tree_unflatten(leaves, returned.tree)
+                hook(sub, unsent, *given, x)
+        return out
 
     def _leaf(self, output: Output, spec: Any) -> Any:
         if output in self.given:
@@ -345,10 +336,10 @@ class StageForward(UnitForward):
 class _Unsent(tuple[Any, ...]):
     """Arguments of a submodule's call on another stage, which are not sent: a read raises."""
 
-    call: UnitCall
+    path: str
 
     def _refuse(self, *_: object) -> Any:
-        why = f"a forward hook of {self.call} reads its input, which only its own stage has"
+        why = f"a forward hook of {self.path} reads its input, which only its own stage has"
         fix = 'stages = sl.Stages("pipe", cut=1)  # or read the output in the hook'
         raise ShardError(why, op="apply", fix=fix)
 
