@@ -51,8 +51,7 @@ class Messages:
         """Post a message; the block is kept until it is answered, or ``finish``."""
         g = self.group
         if g is None or to == g.index:
-            # the receiver may write to its block in place
-            self.here[label] = block.clone()
+            self.here[label] = block
             return
         block = block.contiguous()
         entry = self._recent("send", label, block)
@@ -74,7 +73,8 @@ class Messages:
     def take(self, label: Label) -> Tensor:
         """Wait for a message, and return its block.  Raises: RankFailed where its sender failed."""
         if label in self.here:
-            return self.here.pop(label)
+            # the receiver may write to its block in place
+            return self.here.pop(label).clone()
         work, block, entry = self.posted.pop(label)
         self._wait(work, entry)
         for answered in self.answers.get(label, ()):

@@ -42,17 +42,6 @@ class ActionCost(NamedTuple):
     most: int
 
 
-class _Mail(dict[Any, tuple[torch.Size, torch.dtype]]):
-    """Messages on shapes: each is received into memory of its own, and what is sent has none."""
-
-    def send(self, label: object, block: Tensor, to: int) -> None:
-        self[label] = block.shape, block.dtype
-
-    def take(self, label: object) -> Tensor:
-        shape, dtype = self.pop(label)
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-
 class _PaperStep(PipelineStep):
     """A step on shapes, of one micro-batch for each way in which the schedule computes gradients.
 
@@ -75,7 +64,6 @@ class _PaperStep(PipelineStep):
         self.of_place = [GradientSums(x, (), k) for x, k in zip(self.parts, sinks, strict=True)]
         traffic = Traffic(cuts, table, paper.inner, places)
         super().__init__(paper, asked.f, traffic, MicroBatches(*given, 1), self.of_place[0])
-        self.messages: Any = _Mail()
         self.costs: dict[tuple[str, int], ActionCost] = {}
         self.tx, self.module = tx, pipeline
         # sums over axes are those of a place, not of an action
