@@ -92,14 +92,6 @@ class Cut:
         """Return shape and dtype of a tensor that crosses."""
         return self.calls[output.call].leaves[output.leaf]
 
-    def holders(self, name: str, ranks: Sequence[int]) -> list[int]:
-        """List the ranks of the pipe axis whose stages read a parameter, by first stage.
-
-        One that is read by none is on the first rank.
-        """
-        readers = [ranks[s] for s, read in enumerate(self.params) if name in read]
-        return list(dict.fromkeys(readers or ranks[:1]))
-
     def named(self, stage: int) -> str:
         """Return the first and last call of a stage, for messages."""
         own = self._own[stage]

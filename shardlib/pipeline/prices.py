@@ -56,8 +56,7 @@ class _PaperStep(PipelineStep):
         axes = {pipeline.stages.axis: table.size, **pipeline.paper.axes}
         paper = replace(pipeline, mesh=record(**axes), inner=pipeline.paper, ranks=table.ranks)
         paper.first = cuts[0]
-        held = {n: cuts[0].holders(n, table.ranks) for n in paper.whole}
-        places = range(table.size)
+        places, held = range(table.size), paper.holders
         self.own = [{n: x for n, x in paper.whole.items() if r in held[n]} for r in places]
         self.parts = [tx.shard(x) if tx and asked.parts else x for x in self.own]
         sinks = [None if tx is None else sink_of(tx, x) for x in self.parts]

@@ -100,14 +100,14 @@ class Stages:
         drafted, whole = placed(module, rules, mesh=paper, blank=True, **given)
         ranks = placing(self.schedule, mesh.axes[self.axis], self.per_rank)
         pipeline = Pipeline(self, mesh, inner, paper, ranks, whole, self._blocks(module))
-        first = pipeline.first_cut(module, rules, given, self._count(len(ranks)))
+        pipeline.first = pipeline.first_cut(module, rules, given, self._count(len(ranks)))
         if self.memory is not None:
             drafted.staged(pipeline, units_of(module, pipeline.blocks))
             begins = pipeline.begins_within(drafted, bytes_in(self.memory))
-            first = pipeline.first_cut(module, rules, given, begins)
+            pipeline.first = pipeline.first_cut(module, rules, given, begins)
         # its memory is the caller's
         pipeline.stages = replace(self, example=None)
-        own = [n for n in whole if pipeline.here & set(first.holders(n, ranks))]
+        own = [n for n, at in pipeline.holders.items() if not pipeline.here.isdisjoint(at)]
         trained = {n for n, x in whole.items() if x.requires_grad}
         if own and spans_processes(mesh):
             inner = pipeline.inner = inner.for_model(bool(trained) and trained.isdisjoint(own))
@@ -117,7 +117,7 @@ class Stages:
         assert inner.outer is not None
         inner.outer.staged = True
         if spans_processes(mesh):
-            holders = {n: tuple(first.holders(n, ranks)) for n in own}
+            holders = {n: pipeline.holders[n] for n in own}
             inner.outer.hold(pipeline, holders, min(pipeline.here))
         return apply, params
 
@@ -190,12 +190,21 @@ class Pipeline:
         return f"{self.first.stages} stages on {axis}={size}, {self.stages.schedule}: {parts}"
 
     @cached_property
-    def shared(self) -> dict[str, list[int]]:
-        """Parameters that stages of several ranks read -> these places on the axis."""
-        held = {n: self.first.holders(n, self.ranks) for n in sorted(self.whole)}
-        return {n: ranks for n, ranks in held.items() if len(ranks) > 1}
+    def holders(self) -> dict[str, tuple[int, ...]]:
+        """Parameters -> the places on the axis whose stages read them, by first stage.
 
-    def tied(self, number: Mapping[str, int | None]) -> dict[str, list[int]]:
+        One that is read by none is at the first place.
+        """
+        placed = [*zip(self.ranks, self.first.params, strict=True)]
+        readers = {n: dict.fromkeys(r for r, read in placed if n in read) for n in self.whole}
+        return {n: tuple(at or self.ranks[:1]) for n, at in readers.items()}
+
+    @cached_property
+    def shared(self) -> dict[str, tuple[int, ...]]:
+        """Those of ``holders`` at several places."""
+        return {n: at for n, at in sorted(self.holders.items()) if len(at) > 1}
+
+    def tied(self, number: Mapping[str, int | None]) -> dict[str, tuple[int, ...]]:
         """Return those of ``shared`` that are trained: here now, or elsewhere when they were cut.
 
         ``number``  of the leaf of each parameter held here, None of a frozen one.
@@ -227,13 +236,10 @@ class Pipeline:
                 layouts = map(apply.inputs.get, apply.named(len(args)))
                 args = tuple(map(_of_its_rank, args, layouts))
             try:
-                cut, _ = cut_of(apply, alone, params, (args, kwargs), self.blocks, stages)
+                return cut_of(apply, alone, params, (args, kwargs), self.blocks, stages)[0]
             except Exception as e:
                 # the module's own code may raise anything, and guessed inputs may not fit
                 failed = failed or e
-                continue
-            self.first = cut
-            return cut
         if isinstance(failed, ShardError):
             raise failed
         cause = f"{type(failed).__name__}: {failed}" if failed else "no example inputs are known"
@@ -299,7 +305,7 @@ class Pipeline:
     def _refuse_unheld(self, cut: Cut) -> None:
         """Refuse a function in which a stage reads a parameter that its rank does not hold."""
         for rank, read in zip(self.ranks, cut.params, strict=True):
-            for name in (n for n in read if rank not in self.first.holders(n, self.ranks)):
+            for name in (n for n in read if rank not in self.holders[n]):
                 where = f"{self.stages.axis}={rank}"
                 why = f"the function reads {name!r} at {where}, and the module does not"
                 fix = "loss = lambda params, *batch: apply(params, *batch).mean()"
