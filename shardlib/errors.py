@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 
 __all__ = [
     "AxisReused", "BadArgument", "CheckpointError", "ImplicitCommunication", "LayoutSyntax",
-    "MeshError", "ModelDiffers", "NoMesh", "NoImplementation", "NotExpressible", "OutOfRange",
-    "PartialEscape", "PlainTensor", "RankFailed", "RankMismatch", "RuleLint", "ShardError", "StageFailed",
+    "MeshError", "ModelDiffers", "NoMesh", "NoImplementation", "NoPlanFits", "NotExpressible",
+    "OutOfRange", "PartialEscape", "PlainTensor", "RankFailed", "RankMismatch", "RuleLint", "ShardError", "StageFailed",
     "UnevenSplit", "UnexpectedComm", "UnknownAxis", "UnknownParameter", "Unsupported", "WrongAxes",
 ]  # fmt: skip
 
@@ -307,6 +307,20 @@ class OutOfRange(BadArgument, IndexError):
     Traceback (most recent call last):
     shardlib.errors.OutOfRange: getitem: index 4 is out of bounds for dimension 0 with size 4...
     """
+
+
+class NoPlanFits(BadArgument):
+    """Memory into which no plan of a step fits; ``least`` is the smallest found, in bytes.
+
+    >>> import torch, shardlib as sl
+    >>> sl.plan(torch.nn.Linear(8, 8), torch.ones(4, 8), ranks=1, memory=100)  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    shardlib.errors.NoPlanFits: plan: nothing fits into 100 B; the least is ...
+    """
+
+    def __init__(self, message: str, least: int, **fields: Any) -> None:
+        self.least = least
+        super().__init__(message, **fields)
 
 
 class CheckpointError(ShardError):

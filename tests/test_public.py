@@ -33,7 +33,7 @@ MODULES = {
     "checkpoint": """About Saved Saving describe from_hf latest load load_hf reshard save save_hf steps to_hf
         verify""",
     "dtensor": "from_dtensor rules to_dtensor",
-    "errors": """AxisReused BadArgument CheckpointError ImplicitCommunication LayoutSyntax MeshError ModelDiffers NoMesh NoImplementation NotExpressible
+    "errors": """AxisReused BadArgument CheckpointError ImplicitCommunication LayoutSyntax MeshError ModelDiffers NoMesh NoImplementation NoPlanFits NotExpressible
         OutOfRange PartialEscape PlainTensor RankFailed RankMismatch RuleLint ShardError StageFailed UnevenSplit
         UnexpectedComm UnknownAxis
         UnknownParameter Unsupported WrongAxes""",

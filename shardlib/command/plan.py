@@ -26,7 +26,7 @@ from shardlib.command.from_config import (
     under_launcher,
 )
 from shardlib.command.train import checked
-from shardlib.errors import BadArgument
+from shardlib.errors import BadArgument, NoPlanFits
 from shardlib.mesh import Link
 from shardlib.optim import Precision
 from shardlib.planning.cluster import CLUSTERS, Cluster, measured
@@ -93,13 +93,13 @@ def main(given: argparse.Namespace) -> int:
     lines.append(cluster.told())
     data = [{"ranks": n, "fits": isinstance(p, Plan), **_plain(p)} for n, p in found.items()]
     answer(given, data, "\n".join(lines))
-    return 4 * any(isinstance(p, BadArgument) for p in found.values())
+    return 4 * any(isinstance(p, NoPlanFits) for p in found.values())
 
 
 def _planned(
     given: argparse.Namespace, config: Config, model: nn.Module, batch: Any, ranks: int,
     cluster: Cluster,
-) -> Plan | BadArgument:  # fmt: skip
+) -> Plan | NoPlanFits:  # fmt: skip
     """Return the plan, or the error where none fits."""
     leaves, tree = optree.tree_flatten(batch)
     policy = optional(Precision, config, "precision")
@@ -120,9 +120,9 @@ def _planned(
     how: dict[str, Any] = {n: getattr(given, n) for n in ("memory", "microbatches", "pipe")}
     try:
         return plan(model, leaves, ranks=ranks, optimizer=tx, cluster=cluster, loss=loss, **how)  # type: ignore[arg-type]
+    except NoPlanFits as e:
+        return e
     except BadArgument as e:
-        if e.message.startswith("nothing fits"):
-            return e
         raise ConfigError(f"--{e.message}" if re.match(r"\w+=", e.message) else told(e)) from e
 
 
@@ -244,7 +244,7 @@ def _bytes(text: str) -> float:
 # ---------------------------------------------------------------- output
 
 
-def _plain(found: Plan | BadArgument) -> dict[str, Any]:
+def _plain(found: Plan | NoPlanFits) -> dict[str, Any]:
     """Return a plan as JSON values."""
     if not isinstance(found, Plan):
         return {"why": found.message}

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from shardlib.mesh import record
 from shardlib.modules import parallelize
+from shardlib.optim.sink import Sink
 from shardlib.optim.transform import Transform
 from shardlib.optim.zero import zero
 from shardlib.pipeline.stages import Stages
@@ -26,7 +27,7 @@ from shardlib.placing import shard
 from shardlib.planning.calls import Call, StepCalls, calls_of
 from shardlib.planning.candidates import Candidates, side_by_side
 from shardlib.planning.cluster import Cluster
-from shardlib.planning.explain import bytes_of, explain
+from shardlib.planning.explain import bytes_of, explain, sink_of
 from shardlib.planning.explanation import Explanation, PipelineExplanation
 from shardlib.planning.grids import PIPE
 from shardlib.planning.layer_dedup import Outline, outline
@@ -313,7 +314,7 @@ class Study:
             return 1.0
         # what a batch saves is cut, what parameters take is not, and sums of gradients are held
         kept = sum(n * c.kept for c, n in self.free.counts)
-        room = max(self.asked.room - 1.5 * kept, self.asked.room / 8)
+        room = max(self.asked.room - 1.5 * kept, self.asked.room / 8, 1.0)
         return max((self.free.peak - kept) / room, 2.0)
 
     def faster(self, known: Strategy | None) -> bool:
@@ -448,7 +449,7 @@ class Study:
                 tx=asked.transform(how), cluster=self.cluster,
                 microbatches=self.micros if self.micros > 1 else None,
             )  # fmt: skip
-        late = self._update(params, holding)
+        late = _update(sink_of(asked.transform(how), params), holding)
         if isinstance(whole, PipelineExplanation):
             along, seconds = whole.along, whole.seconds + search.rates.seconds(late)
         else:
@@ -458,18 +459,6 @@ class Study:
         return Strategy(
             axes, rules, texts, remat, how, self.micros, seconds, whole.peak, along, whole
         )
-
-    def _update(self, params: Mapping[str, Any], holding: Holding) -> StepWork:
-        """Return what ZeRO gathers behind the update, where an explanation ends with backward."""
-        work = StepWork()
-        for x in params.values():
-            over = [a for a in holding.axes if a not in x.sharding.axes]
-            parts = math.prod(holding.sizes[a] for a in over)
-            if parts > 1:
-                # half of a sum
-                sent = (parts - 1) * x.raw.nbytes / holding.pipe
-                work.receive(over, sent / parts, sent / BUCKET)
-        return work
 
     def written(
         self, found: Solution
@@ -591,6 +580,17 @@ def parts_of(stacks: Mapping[str, tuple[str, ...]], step: StepCalls) -> list[Par
 
 def _layer(module: str, stacks: Mapping[str, object]) -> str:
     return next((s for s in stacks if module == s or module.startswith(s + ".")), "")
+
+
+def _update(sink: Sink | None, holding: Holding) -> StepWork:
+    """Return what ZeRO gathers behind the update, where an explanation ends with backward."""
+    work = StepWork()
+    for bucket in sink.index.buckets if sink is not None else ():
+        if bucket.ways > 1:
+            # half of a sum
+            sent = (bucket.ways - 1) * bucket.length * bucket.dtype.itemsize / holding.pipe
+            work.receive(bucket.over, sent / bucket.ways, sent / BUCKET)
+    return work
 
 
 def _state(optimizer: Transform, dtype: torch.dtype) -> float:

@@ -18,7 +18,7 @@ from shardlib import toml_text
 from shardlib._compat import tree_flatten
 from shardlib.capacity import bytes_in
 from shardlib.dtypes import wide
-from shardlib.errors import BadArgument, ShardError, mesh_text, similar
+from shardlib.errors import BadArgument, NoPlanFits, ShardError, mesh_text, similar
 from shardlib.layouts import Layout
 from shardlib.optim.adaptive import adamw
 from shardlib.optim.transform import Transform
@@ -65,7 +65,7 @@ class Plan(Strategy):
 
         ``what``  "remat", "zero", "microbatches", "pipe"; or the name or pattern of parameters, which
                   then lie otherwise than in this plan, on the same mesh, in all equal layers.
-        Raises: BadArgument where no other fits.
+        Raises: NoPlanFits where no other does.
 
         >>> import torch, shardlib as sl
         >>> mlp = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
@@ -250,7 +250,7 @@ def plan(
     integer program (scipy's).  The figures of the plan are those of ``sl.explain``; stages are
     weighed as equal parts, and explained as they are cut.  Transfers are not assumed to overlap
     with computation, but for those between stages.
-    Raises: BadArgument where nothing fits, with the least that does; ShardError without scipy.
+    Raises: NoPlanFits, with the least that does; BadArgument; ShardError without scipy.
 
     >>> import torch
     >>> mlp = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
@@ -332,13 +332,13 @@ def loss_of(out: object, labels: object) -> Tensor | None:
 
 
 def _answer(asked: Question) -> Plan:
-    """Return the best plan.  Raises: BadArgument where none fits."""
+    """Return the best plan.  Raises: NoPlanFits."""
     best = Planning(asked).found()
     if best is None:
         raise ShardError("a call of the step runs under no layouts", op="plan", fix=FIX)
     if best.peak > asked.room:
         why = f"nothing fits into {size(asked.room)}; the least is {size(best.peak)}"
-        raise BadArgument(why, op="plan", fix=f"memory={best.peak}")
+        raise NoPlanFits(why, best.peak, op="plan", fix=f"memory={best.peak}")
     return Plan(**vars(best), asked=asked)
 
 

@@ -149,9 +149,8 @@ def planned(case: Case) -> tuple[nn.Module, dict[str, Tensor], Plan, float]:
     budget = case.share * free.peak
     try:
         return module, inputs, plan(budget), budget
-    except sl.errors.BadArgument as e:
-        least = float(str(e).split("memory=")[-1])
-        return module, inputs, plan(least), least
+    except sl.errors.NoPlanFits as e:
+        return module, inputs, plan(e.least), e.least
 
 
 def stepped(
