@@ -44,6 +44,8 @@ class Listeners(NamedTuple):
     watcher: Any = None
     # counts reads of values in a call that is planned
     rehearsal: Any = None
+    # counts a loop's equal steps from one of them: planning/strategies.py
+    repeats: Any = None
 
 
 class CallState(NamedTuple):

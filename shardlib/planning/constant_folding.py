@@ -10,6 +10,7 @@ the same shapes.
 """
 
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -194,9 +195,29 @@ def _by_row(func: object, args: Args, ndim: int) -> bool:
 # ---------------------------------------------------------------- cache of shapes
 
 
-# size, stride and dtype of a new tensor, () for the first operand; None for a view, or no simple
-# tensor: those run each time
+# operation and operands -> its result, or None for a view, or no simple tensor: those run each time
 _MADE = Memo()
+_UNSEEN: Any = object()
+
+
+@dataclass
+class Result:
+    """The one tensor that an operation on the meta device returns: how to make an equal one.
+
+    ``size``  None where the operation returns its first operand.
+    ``cost``  operations, and bytes read and written, once they are counted: ``work.Meter``.
+    """
+
+    size: tuple[int, ...] | None
+    stride: tuple[int, ...] = ()
+    dtype: torch.dtype | None = None
+    cost: tuple[float, int] | None = None
+
+    def of(self, args: Args) -> Tensor:
+        """Return the tensor."""
+        if self.size is None:
+            return args[0]
+        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device="meta")
 
 
 def on_shapes(func: Func, args: Args, kwargs: Kwargs) -> Any:
@@ -206,20 +227,22 @@ def on_shapes(func: Func, args: Args, kwargs: Kwargs) -> Any:
     >>> on_shapes(torch.ops.aten.mul.Tensor, (x, x), {}).shape
     torch.Size([2, 3])
     """
+    known = result_of(func, args, kwargs)
+    return func(*args, **kwargs) if known is None else known.of(args)
+
+
+def result_of(func: Func, args: Args, kwargs: Kwargs) -> Result | None:
+    """Return what an operation gives, from the cache; None if it is to run each time."""
     if not _apart(func) or watched():
-        return func(*args, **kwargs)
+        return None
     try:
         key = func, *map(_key, args), *((k, _key(x)) for k, x in kwargs.items())
-        known = key in _MADE["meta"]
     except _Values:
-        return func(*args, **kwargs)
-    made = _MADE["meta"][key] if known else None
-    if made is not None:
-        return torch.empty_strided(*made[:2], dtype=made[2], device="meta") if made else args[0]
-    out = func(*args, **kwargs)
-    if not known:
-        _MADE.keep("meta", key, _made(out, args))
-    return out
+        return None
+    found = _MADE["meta"].get(key, _UNSEEN)
+    if found is _UNSEEN:
+        found = _MADE.keep("meta", key, _made(func(*args, **kwargs), args))
+    return found
 
 
 @lru_cache(maxsize=1024)
@@ -239,9 +262,7 @@ class _Values(Exception):
 
 
 def _key(x: object) -> Hashable:
-    if isinstance(x, Tensor):
-        if not x.is_meta or type(x) is not Tensor:
-            raise _Values
+    if type(x) is Tensor and x.is_meta:
         return x.shape, x.stride(), x.dtype, x.storage_offset()
     if isinstance(x, list | tuple):
         return tuple(map(_key, x))
@@ -253,14 +274,13 @@ def _key(x: object) -> Hashable:
     raise _Values
 
 
-def _made(out: object, args: Args) -> tuple[Any, ...] | None:
+def _made(out: object, args: Args) -> Result | None:
     """Describe how to make an equal tensor; None if it shares memory or is not simply strided."""
     if args and out is args[0]:
-        return ()
+        return Result(None)
     if type(out) is not Tensor or not out.is_meta or out.storage_offset():
         return None
-    again = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device="meta")
-    own = out.untyped_storage()._cdata
-    alone = all(x.untyped_storage()._cdata != own for x in tensors_in(args))
-    same = again.untyped_storage().nbytes() == out.untyped_storage().nbytes()
-    return (out.shape, out.stride(), out.dtype) if alone and same else None
+    found = Result(out.shape, out.stride(), out.dtype)
+    own = out.untyped_storage()
+    alone = all(x.untyped_storage()._cdata != own._cdata for x in tensors_in(args))
+    return found if alone and found.of(args).untyped_storage().nbytes() == own.nbytes() else None

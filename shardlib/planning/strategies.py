@@ -118,13 +118,15 @@ class Table:
         return self.known[key]
 
     def _run(self, call: Call, operands: Sequence[Operand]) -> CallStrategy | str:
-        with bind(self.mesh), within(promoting=True), trace() as t:
+        with bind(self.mesh), trace() as t:
             given = [o.made() for o in operands]
             sums = _SumSizes({
                 i: given[i] for i, r in enumerate(call.reads) if r in self.step.parameters
             })  # fmt: skip
             try:
-                return _CallOnShapes(call, given, sums, t.events).strategy()
+                on_shapes = _CallOnShapes(call, given, sums, t.events)
+                with within(promoting=True, repeats=on_shapes):
+                    return on_shapes.strategy()
             except ShardError as e:
                 return e.message
             except (RuntimeError, TypeError, ValueError, IndexError) as e:
@@ -159,12 +161,13 @@ class _CallOnShapes:
         self, call: Call, given: Sequence[ShardedTensor], sums: _SumSizes, events: list[Event]
     ) -> None:
         self.call, self.given, self.sums, self.events = call, given, sums, events
+        self.work = StepWork()
 
     def strategy(self) -> CallStrategy:
         """Run both passes."""
         raws = [x.raw for x in self.given]
         packed: list[Tensor] = []
-        forward, backward = StepWork(), StepWork()
+        forward, backward = self.work, StepWork()
         with Meter(forward, raws) as meter, saved_tensors_hooks(_keeping(packed), lambda x: x):
             results = self.call.run(self.given)
         forward.add(self.events)
@@ -188,6 +191,19 @@ class _CallOnShapes:
             tuple(self.sums.found),
         )  # fmt: skip
 
+    def times(self, more: int) -> Callable[[], None]:
+        """Begin a step of a loop; the function that ends it counts as many more equal ones."""
+        now, begun = self.work, len(self.events)
+        flops, touched, calls = now.flops, now.touched, now.calls
+
+        def end() -> None:
+            self.events += self.events[begun:] * more
+            now.join(
+                StepWork({}, now.flops - flops, now.touched - touched, now.calls - calls), more
+            )
+
+        return end
+
     def _back(self, work: StepWork, raws: Sequence[Tensor], results: Sequence[Tensor]) -> int:
         """Run backward; return the most bytes that it needs."""
         ends = [x for x in results if x.requires_grad]
@@ -195,7 +211,7 @@ class _CallOnShapes:
         if not (ends and starts):
             return 0
         gradients = [torch.empty_like(x) for x in ends]
-        before = len(self.events)
+        before, self.work = len(self.events), work
         with Meter(work, [*raws, *ends, *gradients]) as meter:
             torch.autograd.grad(ends, starts, gradients, allow_unused=True)
         work.add(self.events[before:])

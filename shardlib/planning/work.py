@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from torch import Tensor
@@ -14,7 +15,7 @@ from shardlib.cost import slowest
 from shardlib.memory_tracker import Live, tensors_in
 from shardlib.mesh import Link
 from shardlib.opspec import Args, Func, Kwargs
-from shardlib.planning.constant_folding import on_shapes
+from shardlib.planning.constant_folding import result_of
 
 _MOVES_NOTHING = ("empty", "new_empty", "_unsafe_view")
 
@@ -96,24 +97,42 @@ class Meter(Live):
         self, func: Func, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        operands = tensors_in((args, kwargs))
-        for x in operands:
-            self._note(x, new=False)
-        out = on_shapes(func, args, kwargs)
-        for x in tensors_in(out):
-            self._note(x, new=True)
-        flops, nbytes = operations(func, out, args, kwargs), touched(func, operands, out)
+        if _is_view(func):
+            # of a tensor from elsewhere it is no new memory
+            self._note(args[0], new=False)
+            return func(*args, **kwargs)
+        known = result_of(func, args, kwargs)
+        if known is None:
+            out = super().__torch_dispatch__(func, types, args, kwargs)
+            flops, nbytes = _cost(func, out, args, kwargs)
+        else:
+            out = known.of(args)
+            if known.size is not None:
+                self._note(out, new=True)
+            if known.cost is None:
+                known.cost = _cost(func, out, args, kwargs)
+            flops, nbytes = known.cost
         self.work.flops += flops
         self.work.touched += nbytes
         self.work.calls += bool(flops or nbytes)
         return out
 
 
+@cache
+def _is_view(func: Func) -> bool:
+    """Return whether an operator's results are views of its first operand."""
+    aliases = [r.alias_info for r in func._schema.returns]
+    return any(a is not None and not a.is_write for a in aliases)
+
+
+def _cost(func: Func, out: object, args: Args, kwargs: Kwargs) -> tuple[float, int]:
+    operands = tensors_in((args, kwargs))
+    return operations(func, out, args, kwargs), touched(func, operands, out)
+
+
 def touched(func: Func, operands: Iterable[Tensor], out: object) -> int:
     """Count the bytes that an operator reads and writes: none for a view, or for empty memory."""
-    aliases = [r.alias_info for r in func._schema.returns]
-    name = func.__name__
-    if any(a is not None and not a.is_write for a in aliases) or name.startswith(_MOVES_NOTHING):
+    if _is_view(func) or func.__name__.startswith(_MOVES_NOTHING):
         return 0
     made = [x for x in tree_flatten(out)[0] if isinstance(x, Tensor)]
     return sum(x.nbytes for x in [*operands, *made])

@@ -5,8 +5,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardlib as sl
+from shardlib.mesh import Link
+from shardlib.ops.matmul import function
 from shardlib.planning.calls import calls_of
 from shardlib.planning.strategies import Table, operand_of
 
@@ -51,6 +54,42 @@ def test_bytes_and_messages_are_those_of_a_run(rows: str, weight: str) -> None:
     # the sum's own total, a number, travels too
     own = sum(n for n, _ in found.backward.along.values()) + sums
     assert own <= back.bytes <= own + 64
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sliced", [False, True])
+@pytest.mark.parametrize("grid", [(8, 2), (3, 5), (8, 8), (2, 16)])
+def test_equal_steps_of_a_loop_count_as_if_each_ran(
+    grid: tuple[int, int], sliced: bool, dtype: torch.dtype, monkeypatch: Any
+) -> None:
+    linear = nn.Linear(960, 1920, bias=False).to(dtype)
+    x = torch.empty(480, 960, dtype=dtype)
+    step = calls_of(linear, (x,), lambda apply, params, x: apply(params, x).sum())
+    operators, found = [], []
+    with sl.record(x=grid[0], y=grid[1]) as mesh:
+        if sliced:
+            mesh.links = dict.fromkeys("xy", Link(1e-6, 1e-9))
+        given = [
+            operand_of(
+                sl.shard(torch.empty(size, dtype=dtype, device="meta"), "x y").requires_grad_()
+            )
+            for size in ((480, 960), (1920, 960))
+        ]
+        for rounds in (function._ROUNDS, 10_000):
+            monkeypatch.setattr(function, "_ROUNDS", rounds)
+            with _Operators() as ran:
+                found.append(Table(step, mesh).ask(step.calls[0], given))
+            operators.append(ran.count)
+    assert not isinstance(found[0], str) and vars(found[0]) == vars(found[1])
+    assert operators[0] < operators[1]
+
+
+class _Operators(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
 
 
 def test_a_call_under_no_layouts_says_why() -> None:

@@ -47,12 +47,12 @@ def summa_ab(
     a: Tensor, b: Tensor, row: str, col: str, cuts: Panels, over: Axes = (), bias: Bias = None
 ) -> Tensor:
     """Compute C = A B, C stationary.  a [M/row, K/col], b [K/row, N/col] -> [M/row, N/col]."""
-    steps, of_a, of_b = cuts
+    (_, of_a, of_b), (steps, skipped) = cuts, cuts.rounds()
     a_cut, b_cut = cut(a, -1, of_a), cut(b, -2, of_b)
     send_a, send_b = broadcasts(col, a_cut[0]), broadcasts(row, b_cut[0])
     c: Tensor | None = None
     sent = ((send_a(a_cut[i], owns_a), send_b(b_cut[j], owns_b)) for owns_a, i, owns_b, j in steps)
-    for a_k, b_k in ahead(sent):  # [M/row, K/n], [K/n, N/col]
+    for a_k, b_k in ahead(sent, skipped):  # [M/row, K/n], [K/n, N/col]
         c = plus_product(c, a_k.wait(), b_k.wait())
     assert c is not None, "there is a panel"
     return rounded(c, a.dtype, over, bias=bias)
@@ -62,12 +62,12 @@ def summa_abt(
     c: Tensor, b: Tensor, row: str, col: str, cuts: Panels, over: Axes = (), bias: Bias = None
 ) -> Tensor:
     """Compute A = C B^T, C stationary.  c [M/row, N/col], b [K/row, N/col] -> [M/row, K/col]."""
-    steps, of_a, of_b = cuts
+    (_, of_a, of_b), (steps, skipped) = cuts, cuts.rounds()
     more = bool(over) or bias is not None
     a = _result(c, more, *c.shape[:-1], b.shape[-2] // of_b * of_a)
     a_cut, b_cut = cut(a, -1, of_a), cut(b, -2, of_b)  # a_cut: views into a
     send_b, sum_into = broadcasts(row, b_cut[0]), reductions(col, a_cut[0], c.dtype)
-    arriving = ahead(send_b(b_cut[j], owner) for _, _, owner, j in steps)
+    arriving = ahead((send_b(b_cut[j], owner) for _, _, owner, j in steps), skipped)
     added = nothing
     for (owner, i, _, _), b_k in zip(steps, arriving, strict=True):
         part = partial_product(c, b_k.wait().mT)  # [M/row, N/col] [K/n, N/col]^T
@@ -82,12 +82,12 @@ def summa_atb(
     a: Tensor, c: Tensor, row: str, col: str, cuts: Panels, over: Axes = (), bias: Bias = None
 ) -> Tensor:
     """Compute B = A^T C, C stationary.  a [M/row, K/col], c [M/row, N/col] -> [K/row, N/col]."""
-    steps, of_a, of_b = cuts
+    (_, of_a, of_b), (steps, skipped) = cuts, cuts.rounds()
     more = bool(over) or bias is not None
     b = _result(c, more, *a.shape[:-2], a.shape[-1] // of_a * of_b, c.shape[-1])
     a_cut, b_cut = cut(a, -1, of_a), cut(b, -2, of_b)  # b_cut: views into b
     send_a, sum_into = broadcasts(col, a_cut[0]), reductions(row, b_cut[0], c.dtype)
-    arriving = ahead(send_a(a_cut[i], owner) for owner, i, _, _ in steps)
+    arriving = ahead((send_a(a_cut[i], owner) for owner, i, _, _ in steps), skipped)
     added = nothing
     for (_, _, owner, j), a_k in zip(steps, arriving, strict=True):
         part = partial_product(a_k.wait().mT, c)  # [M/row, K/n]^T [M/row, N/col]
