@@ -5,7 +5,8 @@ posted in the order of the sender's program, which the receiver knows, and no tr
 (NCCL has none).  Where one process runs all ranks, a message is handed over in memory.
 """
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Hashable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -22,33 +23,35 @@ _TAG = 1 << 21
 
 
 class Message(NamedTuple):
-    """A block that a rank sends to another: its label, and the block's shape and dtype."""
+    """A block that a rank sends to another: its label, and the block's shape and dtype.
+
+    ``arrived``  the number of its receiver's messages that are at the sender by then.
+    """
 
     label: Any
     shape: tuple[int, ...]
     dtype: torch.dtype
+    arrived: int = 0
 
 
 class Messages:
     """Messages of one program along an axis.
 
-    ``coming``   rank on the axis -> the messages that it sends here, in its order.
-    ``answers``  label of a message -> (label, rank) of those that its sender has taken before.
+    ``coming``  rank on the axis -> the messages that it sends here, in its order.
     """
 
-    def __init__(
-        self, mesh: Mesh, axis: str, coming: Mapping[int, Iterator[Message]],
-        answers: Mapping[Label, Sequence[tuple[Label, int]]],
-    ) -> None:  # fmt: skip
-        self.coming, self.answers = coming, answers
+    def __init__(self, mesh: Mesh, axis: str, coming: Mapping[int, Iterator[Message]]) -> None:
+        self.coming = coming
         self.group: Any = group(mesh, (axis,)) if spans_processes(mesh) else None
         self.device = mesh.device
         self.here: dict[Label, Tensor] = {}
-        self.posted: dict[Label, tuple[Any, Tensor, tuple[Any, ...]]] = {}
-        self.leaving: dict[tuple[Label, int], tuple[Any, Tensor, tuple[Any, ...]]] = {}
+        self.posted: dict[Label, tuple[int, Message, Any, Tensor, tuple[Any, ...]]] = {}
+        # rank -> the number of messages to it so far, and those that may not have left, in order
+        self.sent: Counter[int] = Counter()
+        self.leaving: dict[int, deque[tuple[Label, int, Any, Tensor, Any]]] = defaultdict(deque)
 
     def send(self, label: Label, block: Tensor, to: int) -> None:
-        """Post a message; the block is kept until it is answered, or ``finish``."""
+        """Post a message; the block is kept until its receiver shows that it arrived, or ``finish``."""
         g = self.group
         if g is None or to == g.index:
             self.here[label] = block
@@ -56,7 +59,8 @@ class Messages:
         block = block.contiguous()
         entry = self._recent("send", label, block)
         work = g.handle.send([_wire(block)], g.places[to], _TAG)
-        self.leaving[label, to] = work, block, entry
+        self.sent[to] += 1
+        self.leaving[to].append((label, self.sent[to], work, block, entry))
 
     def expect(self, label: Label, source: int) -> None:
         """Post the receive of a message, and those of its sender's messages before it."""
@@ -68,30 +72,30 @@ class Messages:
             block = torch.empty(message.shape, dtype=message.dtype, device=self.device)
             work = g.handle.recv([_wire(block)], g.places[source], _TAG)
             entry = self._recent("receive", message.label, block)
-            self.posted[message.label] = work, block, entry
+            self.posted[message.label] = source, message, work, block, entry
 
     def take(self, label: Label) -> Tensor:
         """Wait for a message, and return its block.  Raises: RankFailed where its sender failed."""
         if label in self.here:
             # the receiver may write to its block in place
             return self.here.pop(label).clone()
-        work, block, entry = self.posted.pop(label)
+        source, message, work, block, entry = self.posted.pop(label)
         self._wait(work, entry)
-        for answered in self.answers.get(label, ()):
-            self._release(answered)
+        self._release(source, message.arrived)
         return block
 
     def finish(self) -> None:
         """Wait until all blocks have left."""
-        for label in [*self.leaving]:
-            self._release(label)
+        for rank, count in self.sent.items():
+            self._release(rank, count)
         # the lists may refer to what owns these messages, whose memory would wait for the collector
         self.coming = {}
 
-    def _release(self, label: tuple[Label, int]) -> None:
-        """Release a block that has left, or is about to."""
-        if label in self.leaving:
-            work, _, entry = self.leaving.pop(label)
+    def _release(self, to: int, count: int) -> None:
+        """Release the blocks of the first messages to a rank, which have left or are about to."""
+        leaving = self.leaving[to]
+        while leaving and leaving[0][1] <= count:
+            _, _, work, _, entry = leaving.popleft()
             self._wait(work, entry)
 
     def _wait(self, work: Any, entry: tuple[Any, ...]) -> None:

@@ -26,7 +26,6 @@ from shardlib.microbatches import MicroBatches
 from shardlib.modules.apply import Apply
 from shardlib.modules.dim_trace import called_with, example_inputs
 from shardlib.modules.parallelize import placed
-from shardlib.modules.rules import Rules
 from shardlib.ops.registry import Why, case_of
 from shardlib.opspec import Args, Kwargs
 from shardlib.optim.transform import Transform
@@ -44,7 +43,7 @@ from shardlib.pipeline.step import PipelineStep, Traffic
 from shardlib.pipeline.units import blocks_of, units_of
 from shardlib.planning.cluster import Cluster, cluster_of
 from shardlib.planning.constant_folding import Answers
-from shardlib.planning.explain import Inputs, call_of_stages
+from shardlib.planning.explain import Inputs, call_of_stages, on_paper
 from shardlib.planning.explanation import PipelineExplanation
 from shardlib.tensor import ShardedTensor
 
@@ -100,11 +99,11 @@ class Stages:
         drafted, whole = placed(module, rules, mesh=paper, blank=True, **given)
         ranks = placing(self.schedule, mesh.axes[self.axis], self.per_rank)
         pipeline = Pipeline(self, mesh, inner, paper, ranks, whole, self._blocks(module))
-        pipeline.first = pipeline.first_cut(module, rules, given, self._count(len(ranks)))
+        drafted.staged(pipeline, units_of(module, pipeline.blocks))
+        pipeline.first = pipeline.first_cut(drafted, self._count(len(ranks)))
         if self.memory is not None:
-            drafted.staged(pipeline, units_of(module, pipeline.blocks))
             begins = pipeline.begins_within(drafted, bytes_in(self.memory))
-            pipeline.first = pipeline.first_cut(module, rules, given, begins)
+            pipeline.first = pipeline.first_cut(drafted, begins)
         # its memory is the caller's
         pipeline.stages = replace(self, example=None)
         own = [n for n, at in pipeline.holders.items() if not pipeline.here.isdisjoint(at)]
@@ -218,16 +217,12 @@ class Pipeline:
         x = self.whole[name]
         return x.raw.numel() * wider(x.dtype).itemsize
 
-    def first_cut(
-        self, module: nn.Module, rules: Rules, given: Mapping[str, Any],
-        stages: int | Sequence[str | UnitCall],
-    ) -> Cut:  # fmt: skip
+    def first_cut(self, apply: Apply, stages: int | Sequence[str | UnitCall]) -> Cut:
         """Cut forward on example inputs, where every axis has one rank, so that any size divides."""
         alone = record(device=self.inner.device_type, **dict.fromkeys(self.inner.axes, 1))
-        apply, params = placed(module, rules, mesh=alone, blank=True, **given)
-        apply.staged(self, units_of(module, self.blocks))
+        params = {n: on_paper(x, alone) for n, x in self.whole.items()}
         failed: Exception | None = None
-        own = self.stages.example
+        module, own = apply.module, self.stages.example
         _refuse_in_training(module, only_calls=True)
         for example in example_inputs(module) if own is None else [own]:
             args, kwargs = called_with(example)
@@ -372,8 +367,9 @@ class Pipeline:
             raise Unsupported(why, op="apply", mesh=self.mesh, fix=fix)
         batch = MicroBatches(args, kwargs, 1, stage=self.inner)
         cuts = self.cuts_for(self.apply, batch)
-        actions = {Action("F", s, 0): rank for s, rank in enumerate(self.ranks)}
-        rows = ((a for a in actions if actions[a] == rank) for rank in range(max(self.ranks) + 1))
+        rows: list[list[Action]] = [[] for _ in {*self.ranks}]
+        for s, rank in enumerate(self.ranks):
+            rows[rank].append(Action("F", s, 0))
         table = PipelineSchedule("forward", 1, tuple(self.ranks), tuple(map(tuple, rows)))
         traffic, sums = Traffic(cuts, table, self.inner, self.here), GradientSums(params, ())
         with within(), within(mesh=self.inner):

@@ -5,7 +5,7 @@ blocks are sent straight to the ranks whose stages need them.  Where one process
 performs the actions of all rows in the order of the table's timeline.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
@@ -74,7 +74,6 @@ class Traffic:
     ``receives``  of an action: (label, the stage that sends it) of each message that it needs.
     ``sends``     of an action: (label, the stage that gets it) of each message that it sends.
     ``between``   (rank, rank) -> what the first sends to the second, in the order of its actions.
-    ``answers``   label -> messages that its sender took before: they have left when it is there.
     ``actions``   of all ranks, in the order of a timeline; ``own`` those of the ranks ``here``.
     ``ends``      of ``own``, see ``last_gradients``.
     """
@@ -97,25 +96,21 @@ class Traffic:
                         self.sends[Action(kind, source, micro)].append((label, target))
                         self.receives[Action(kind, target, micro)].append((label, source))
         self.between: dict[tuple[int, int], list[Message]] = defaultdict(list)
+        # numbers of messages, and of the last that arrived: those before it arrived too
+        numbers: dict[Crossing, int] = {}
+        arrived: Counter[tuple[int, int]] = Counter()
         for a in self.actions:
+            rank = table.ranks[a.stage]
+            for label, stage in self.receives[a]:
+                way = table.ranks[stage], rank
+                arrived[way] = max(arrived[way], numbers[label])
             for label, stage in self.sends[a]:
-                spec = cuts[a.micro].spec(label.output)
-                message = Message(label, spec.stored(inner), spec.dtype)
-                self.between[table.ranks[a.stage], table.ranks[stage]].append(message)
+                spec, to = cuts[a.micro].spec(label.output), table.ranks[stage]
+                message = Message(label, spec.stored(inner), spec.dtype, arrived[to, rank])
+                self.between[rank, to].append(message)
+                numbers[label] = len(self.between[rank, to])
         self.own = [a for a in self.actions if table.ranks[a.stage] in here]
-        self.answers = self._answered()
         self.ends = last_gradients(self.own, cuts)
-
-    def _answered(self) -> dict[Any, list[tuple[Crossing, int]]]:
-        """Find for each message the first that its receiver sends back once it has taken it."""
-        sent = {x: i for i, a in enumerate(self.actions) for x, _ in self.sends[a]}
-        taken = {x: i for i, a in enumerate(self.actions) for x, _ in self.receives[a]}
-        found: dict[Any, list[tuple[Crossing, int]]] = defaultdict(list)
-        for (source, to), row in [*self.between.items()]:
-            for x in (m.label for m in row):
-                back = (m.label for m in self.between[to, source] if sent[m.label] >= taken[x])
-                found[min(back, key=taken.__getitem__, default=None)].append((x, to))
-        return found
 
 
 def last_gradients(actions: Iterable[Action], cuts: Sequence[Cut]) -> dict[Action, list[str]]:
@@ -157,7 +152,7 @@ class PipelineStep:
         self.lines: list[Any] = [t for t in scope().listeners.traces if hasattr(t, "phase")]
         here = pipeline.here
         coming = {r: self._coming(r, min(here)) for r in {*self.ranks} - here}
-        self.messages = Messages(self.mesh, self.axis, coming, traffic.answers)
+        self.messages = Messages(self.mesh, self.axis, coming)
 
     def run(self) -> Any:
         """Perform all actions; return the loss, of forwards alone the result, on every rank."""

@@ -17,7 +17,7 @@ def _round(dtype: torch.dtype) -> list[bool]:
         return torch.full((2, 3), 2 * source + k).to(dtype)
 
     coming = {r: iter([Message((r, k), (2, 3), dtype) for k in range(2)]) for r in others}
-    messages = Messages(mesh, "x", coming, {})
+    messages = Messages(mesh, "x", coming)
     for r in others:
         messages.expect((r, 0), r)
     for to in others:
@@ -37,22 +37,23 @@ def test_messages_arrive_in_the_order_of_their_sender(pool: Any) -> None:
 
 
 def test_a_message_of_simulated_ranks_is_handed_over() -> None:
-    messages = Messages(sl.simulate(x=2), "x", {}, {})
+    messages = Messages(sl.simulate(x=2), "x", {})
     block = torch.ones(2)
     messages.send("a", block, 1)
     assert [*messages.here] == ["a"]
     assert torch.equal(messages.take("a"), block) and not messages.here
 
 
-def _answered() -> list[list[str]]:
-    """Rank 0 sends "a" and "b", and takes "c", which rank 1 sends when it has "a"; its blocks kept."""
+def _answered() -> list[str]:
+    """Rank 0 sends "a" and "b", and takes "c", which rank 1 sends when it has "a"; what is kept."""
     mesh = sl.current_mesh()
     assert mesh.coord is not None
     if me := mesh.coord["x"]:
         coming, take = [Message(k, (2,), torch.float32) for k in "ab"], "acb"
     else:
-        coming, take = [Message("c", (2,), torch.float32)], "abc"
-    messages = Messages(mesh, "x", {1 - me: iter(coming)}, {"c": [("a", 1)]})
+        coming, take = [Message("c", (2,), torch.float32, arrived=1)], "abc"
+    messages = Messages(mesh, "x", {1 - me: iter(coming)})
+    labels = lambda messages: "".join(label for label, *_ in messages.leaving[1 - me])  # noqa: E731
     kept = []
     for k in take:
         if (k == "c") == bool(me):
@@ -60,11 +61,11 @@ def _answered() -> list[list[str]]:
         else:
             messages.expect(k, 1 - me)
             messages.take(k)
-        kept.append("".join(label for label, _ in messages.leaving))
+        kept.append(labels(messages))
     messages.finish()
-    return [kept, [*messages.leaving]]
+    return [*kept, labels(messages)]
 
 
 def test_a_block_is_kept_until_it_is_answered(pool: Any) -> None:
-    to_1, to_0 = [["a", "ab", "b"], []], [["", "c", "c"], []]
+    to_1, to_0 = ["a", "ab", "b", ""], ["", "c", "c", ""]
     assert pool.run(_answered, x=2, y=2) == [to_1, to_1, to_0, to_0]

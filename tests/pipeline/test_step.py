@@ -3,7 +3,7 @@ import gc
 import re
 import time
 import weakref
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +125,7 @@ def _on_their_way(name: str, micros: int) -> list[int]:
         def _do(self, a: Any) -> None:
             super()._do(a)
             ways: dict[str, set[Any]] = {"F": set(), "B": set()}
-            for label, _ in self.messages.leaving:
+            for label, *_ in chain(*self.messages.leaving.values()):
                 maker = self.cuts[0].owner[label.output.call]
                 stage = maker if label.direction == "F" else label.user
                 ways[label.direction].add((stage, label.micro))
