@@ -55,6 +55,7 @@ WAYS = {
     "interleaved": Way("ScheduleInterleaved1F1B", 2),
     "zb": Way("ScheduleInterleavedZeroBubble", 2),
     "zbv": Way("ScheduleZBVZeroBubble", 2),
+    "dualpipev": Way("ScheduleDualPipeV", 2),
 }
 
 
