@@ -51,7 +51,7 @@ class Messages:
         self.leaving: dict[int, deque[tuple[Label, int, Any, Tensor, Any]]] = defaultdict(deque)
 
     def send(self, label: Label, block: Tensor, to: int) -> None:
-        """Post a message; the block is kept until its receiver shows that it arrived, or ``finish``."""
+        """Post a message; the block is kept until it is known to have arrived, or ``finish``."""
         g = self.group
         if g is None or to == g.index:
             self.here[label] = block

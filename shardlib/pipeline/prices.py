@@ -206,7 +206,6 @@ class StepPrices:
         """Return the search of the fastest cut in which no rank holds more, see ``units``."""
 
         def peaks(begins: Sequence[UnitCall]) -> list[int]:
-            places = self.cut_at(table, begins)[1].places
-            return [places[r].peak for r in table.ranks]
+            return [p.peak for p in self.cut_at(table, begins)[1].places]
 
-        return fitting(chain, table.stages, peaks)
+        return fitting(chain, table.ranks, peaks)

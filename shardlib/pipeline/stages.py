@@ -63,10 +63,10 @@ class Stages:
                   layer does not say what it accepts.
     ``blocks``    names of the submodules between which it may be cut; by default the items of its
                   lists of alike modules.
-    ``memory``    the most that a rank may hold under cut="auto" with one stage per rank, in bytes
-                  or as "8GB": parameters, gradients and what all micro-batches in flight keep, of
-                  which ``example`` is one.  What an optimizer and a loss around the module hold is
-                  not known to it; ``sl.why("pipeline", ...)`` counts these too.
+    ``memory``    the most that a rank may hold under cut="auto", in bytes or as "8GB": parameters,
+                  gradients and what all micro-batches in flight keep, of which ``example`` is one.
+                  What an optimizer and a loss around the module hold is not known to it;
+                  ``sl.why("pipeline", ...)`` counts these too.
 
     >>> import torch, shardlib as sl; from torch import nn
     >>> model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
@@ -273,12 +273,10 @@ class Pipeline:
         Raises: ShardError where no cut does, with the least that one takes.
         """
         how, size = self.stages, self.mesh.axes[self.stages.axis]
-        mine = f"sl.Stages({how.axis!r}, memory={how.memory!r}, example=(inputs,))"
-        if how.cut != "auto" or how.example is None or len(self.ranks) > size:
-            why = (
-                "memory= takes cut='auto', a schedule of one stage per rank, and as example= the "
-                "arguments for a micro-batch"
-            )
+        order = f"per_rank={how.per_rank}, schedule={how.schedule!r}"
+        mine = f"sl.Stages({how.axis!r}, {order}, memory={how.memory!r}, example=(inputs,))"
+        if how.cut != "auto" or how.example is None:
+            why = "memory= takes cut='auto', and as example= the arguments for a micro-batch"
             raise _error(why, mine)
         batch = MicroBatches(*called_with(how.example), 1, stage=self.inner)
         prices = StepPrices(self, f, batch, cluster_of("h100"))
@@ -292,10 +290,10 @@ class Pipeline:
             limit = max(held) - 1
         most, at = max(held), ", ".join(map(str, found))
         why = (
-            f"every cut holds more than {memory:,.0f} B; the least is {most:,} B, of stage "
+            f"every cut holds more than {memory:,.0f} B; the least is {most:,} B, at {how.axis}="
             f"{held.index(most)} where stages begin at {at}"
         )
-        raise _error(why, mine.replace(repr(how.memory), str(most)))
+        raise _error(why, mine.replace(f"memory={how.memory!r}", f"memory={most}"))
 
     def _refuse_unheld(self, cut: Cut) -> None:
         """Refuse a function in which a stage reads a parameter that its rank does not hold."""
@@ -401,7 +399,7 @@ def _schedules(
             continue
         begins[table.stages], found[text] = cut.begins, said
         verdicts.append((name, said.summary(memory)))
-        if said.peak <= memory or v > 1:
+        if said.peak <= memory:
             continue
         if at := prices.fitting(table, cut.chain)(memory)[0]:
             names = [str(c) for c in at]

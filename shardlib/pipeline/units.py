@@ -5,7 +5,7 @@ children of the modules around them.
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import TypeVar
 
@@ -67,14 +67,16 @@ Run = tuple[int, int, int]
 """Stage, and the blocks that it has: the first, and the first that it has not."""
 
 
-def dealt(costs: Sequence[float], parts: int, refused: Collection[Run] = ()) -> list[int]:
+def dealt(
+    costs: Sequence[float], parts: int, refused: Collection[tuple[Run, ...]] = ()
+) -> list[int]:
     """Return where each of ``parts`` runs of consecutive costs begins; the largest sum is least.
 
-    ``refused``  runs that a stage cannot have, nor one that contains it; nothing is returned where
-                 these leave no way.
+    ``refused``  runs that stages cannot all have, in order, nor runs that contain them; nothing is
+                 returned where these leave no way.
     Raises: ShardError where there are fewer costs than parts.
 
-    >>> dealt([3, 1, 1, 1], 2), dealt([3, 1, 1, 1], 2, [(1, 2, 4)])
+    >>> dealt([3, 1, 1, 1], 2), dealt([3, 1, 1, 1], 2, [((1, 2, 4),)])
     ([0, 1], [0, 3])
     """
     count = len(costs)
@@ -83,51 +85,58 @@ def dealt(costs: Sequence[float], parts: int, refused: Collection[Run] = ()) -> 
         fix = f'sl.Stages("pipe", cut={count})'
         raise ShardError(why, op="parallelize", fix=fix)
     sums = [math.fsum(costs[:i]) for i in range(count + 1)]
-    # best[end]: the least largest sum of the first ``end`` costs in so many parts, and the begins
-    best: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}
+    # (end, runs that later stages cannot all have) -> the least largest sum of the first ``end``
+    # costs in so many parts, and the begins
+    best: dict[tuple[int, frozenset[tuple[Run, ...]]], tuple[float, list[int]]] = {}
+    best[0, frozenset()] = 0.0, []
     for part in range(parts):
-        limits = [(a, b) for s, a, b in refused if s == part]
-        best = {
-            end: min(ways)
-            for end in range(1, count + 1)
-            if (
-                ways := [
-                    (max(worst, sums[end] - sums[begin]), [*begins, begin])
-                    for begin, (worst, begins) in best.items()
-                    if begin < end and not any(begin <= a and b <= end for a, b in limits)
-                ]
-            )
-        }
-    return best[count][1] if count in best else []
+        ways, first = best, [runs for runs in refused if runs[0][0] == part]
+        best = {}
+        for (begin, later), (worst, begins) in ways.items():
+            for end in range(begin + 1, count + part - parts + 2):
+                left = _left([*first, *later], (part, begin, end))
+                if () not in left:
+                    way = max(worst, sums[end] - sums[begin]), [*begins, begin]
+                    best[end, left] = min(way, best.get((end, left), way))
+    return best.get((count, frozenset()), (0.0, []))[1]
+
+
+def _left(refused: Iterable[tuple[Run, ...]], run: Run) -> frozenset[tuple[Run, ...]]:
+    """Return which of the refused runs are left for later stages to avoid where one has this run."""
+    part, begin, end = run
+    here = {runs for runs in refused if runs[0][0] == part}
+    met = {runs[1:] for runs in here if begin <= runs[0][1] and runs[0][2] <= end}
+    return frozenset({*refused} - here | met)
 
 
 def fitting(
-    chain: Mapping[Block, float], stages: int, peaks: Callable[[list[Block]], Sequence[int]]
+    chain: Mapping[Block, float], ranks: Sequence[int], peaks: Callable[[list[Block]], list[int]]
 ) -> Callable[[float], tuple[list[Block], list[int]]]:
-    """Return a search: bytes -> the fastest cut of a chain in which no stage holds more.
+    """Return a search: bytes -> the fastest cut of a chain in which no rank holds more.
 
-    A cut is where the stages begin, and the bytes that each holds; both are empty where none fits.
-    The fastest cut is priced, and again without the runs that held too much, until one fits.  It is
-    the fastest of all where a stage does not hold less with more blocks.
+    A cut is where the stages begin, and the bytes that each rank holds; both are empty where none
+    fits.  The fastest cut is priced, and again without the runs of ranks that held too much, until
+    one fits.  It is the fastest of all where a rank does not hold less with more blocks.
 
-    ``chain``   block -> its cost; ``stages`` how many.
-    ``peaks``   where the stages begin -> bytes that each holds.
+    ``chain``   block -> its cost; ``ranks`` that of each stage.
+    ``peaks``   where the stages begin -> bytes that each rank holds.
 
     >>> in_flight = lambda begins: [2 * begins[1], 4 - begins[1]]  # of four blocks in two stages
-    >>> within = fitting(dict.fromkeys(range(4), 1), 2, in_flight)
+    >>> within = fitting(dict.fromkeys(range(4), 1), [0, 1], in_flight)
     >>> within(4), within(3), within(2)
     (([0, 2], [4, 2]), ([0, 1], [2, 3]), ([], []))
     """
     blocks, costs = [*chain], [*chain.values()]
-    held: dict[Run, int] = {}
+    held: dict[tuple[Run, ...], int] = {}
 
     def within(memory: float) -> tuple[list[Block], list[int]]:
-        while begins := dealt(costs, stages, {run for run, n in held.items() if n > memory}):
+        while begins := dealt(costs, len(ranks), {own for own, n in held.items() if n > memory}):
             runs = [(s, a, b) for s, (a, b) in enumerate(pairwise([*begins, len(costs)]))]
+            rows = [tuple(run for run in runs if ranks[run[0]] == r) for r in sorted({*ranks})]
             at = [blocks[i] for i in begins]
-            if not held.keys() >= {*runs}:
-                held.update(zip(runs, peaks(at), strict=True))
-            if max(each := [held[run] for run in runs]) <= memory:
+            if not held.keys() >= {*rows}:
+                held.update(zip(rows, peaks(at), strict=True))
+            if max(each := [held[row] for row in rows]) <= memory:
                 return at, each
         return [], []
 

@@ -50,14 +50,16 @@ def test_blocks_are_dealt_with_the_least_largest_sum(costs: list[int], parts: in
 
 
 _block = st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(0, 9))
+_placed = st.sampled_from([[0], [0, 1], [0, 1, 2], [0, 1, 0], [0, 1, 0, 1], [0, 1, 1, 0]])
 
 
-@given(st.lists(_block, min_size=3, max_size=7), st.integers(1, 3), st.integers(0, 100))
+@given(st.lists(_block, min_size=4, max_size=7), _placed, st.integers(0, 100))
 def test_the_cut_within_a_memory_is_the_fastest_of_all_cuts(
-    blocks: list[tuple[int, int, int]], parts: int, memory: int
+    blocks: list[tuple[int, int, int]], ranks: list[int], memory: int
 ) -> None:
     """Blocks of drawn seconds, parameters, and bytes kept by each micro-batch in flight, as 1F1B."""
     priced: list[tuple[int, ...]] = []
+    parts = len(ranks)
 
     def runs(begins: tuple[int, ...]) -> list[list[tuple[int, int, int]]]:
         return [blocks[a:b] for a, b in itertools.pairwise((*begins, len(blocks)))]
@@ -67,7 +69,8 @@ def test_the_cut_within_a_memory_is_the_fastest_of_all_cuts(
 
     def peaks(begins: tuple[int, ...]) -> list[int]:
         rows = enumerate(runs(begins))
-        return [sum(own + (parts - s) * kept for _, own, kept in run) for s, run in rows]
+        each = [sum(own + (parts - s) * kept for _, own, kept in run) for s, run in rows]
+        return [sum(each[s] for s in range(parts) if ranks[s] == r) for r in sorted({*ranks})]
 
     def price(begins: list[int]) -> list[int]:
         priced.append(tuple(begins))
@@ -75,7 +78,7 @@ def test_the_cut_within_a_memory_is_the_fastest_of_all_cuts(
 
     every = [(0, *rest) for rest in itertools.combinations(range(1, len(blocks)), parts - 1)]
     fits = [cut for cut in every if max(peaks(cut)) <= memory]
-    within = fitting({i: block[0] for i, block in enumerate(blocks)}, parts, price)
+    within = fitting({i: block[0] for i, block in enumerate(blocks)}, ranks, price)
     found, held = within(memory)
     assert bool(found) == bool(fits) and held == (peaks(tuple(found)) if found else [])
     if found:
