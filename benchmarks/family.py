@@ -29,7 +29,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import shardlib as sl
 from benchmarks import rig
-from shardlib.planning.grids import Grid3, factorizations
+from shardlib.planning.candidates import recipe_meshes
+from shardlib.planning.work import Rates
 
 __all__ = ["contest", "main"]
 
@@ -126,9 +127,13 @@ def _contestants(ranks: int) -> dict[str, Callable[[], list[Tensor]]]:
         )
         found["cube"] = _grid(2, 2, 2, "mm3_xw")
         found["Optimus 4x2"] = _ours({"x": 4, "y": 2}, plane, "summa_y")
-    for m, k, n in factorizations(ranks):
+    for m, k, n in _grids(ranks):
         found[f"grid {m} {k} {n}"] = _grid(m, k, n, "mm3_xw")
     return found
+
+
+def _grids(ranks: int) -> list[tuple[int, int, int]]:
+    return [(g["x"], g["z"], g["y"]) for g in recipe_meshes("cube3d", ranks)]
 
 
 def _planes(ranks: int) -> list[tuple[int, int]]:
@@ -155,8 +160,8 @@ def _flops() -> float:
 def contest(repeats: int, only: list[str]) -> dict[str, Any]:
     """Run by every rank: correctness of each contestant, then all of them in turn."""
     ranks = dist.get_world_size()
-    link = sl.probe(sl.make_mesh(device="cpu", x=ranks), repeats=3)["x"]
-    choice = sl.choose([(H, 4 * H), (4 * H, H)], ranks, batch=M, links=link, flops=_flops())
+    link, flops = sl.probe(sl.make_mesh(device="cpu", x=ranks), repeats=3)["x"], _flops()
+    predicted = {f"grid {m} {k} {n}": _price(m, k, n, link, flops) for m, k, n in _grids(ranks)}
     x, w1, w2, g = (t.requires_grad_() for t in _dense())
     want = torch.autograd.grad((x @ w1) @ w2, (x, w1, w2), g)
     found = {n: step for n, step in _contestants(ranks).items() if not only or n in only}
@@ -172,24 +177,23 @@ def contest(repeats: int, only: list[str]) -> dict[str, Any]:
         with sl.trace() as t:
             step()
         counted[name] = float(t.bytes)
-    predicted = {f"grid {c.m} {c.k} {c.n}": c.seconds for c in _saved(choice.table)}
     return {
         "rows": [(r.name, r.seconds, r.sent) for r in rows],
         "counted": counted,
         "predicted": predicted,
-        "chosen": f"grid {choice.best.m} {choice.best.k} {choice.best.n}",
+        "chosen": min(predicted, key=predicted.__getitem__),
         "link": (link.alpha, link.beta),
     }
 
 
-def _saved(table: tuple[Grid3, ...]) -> list[Grid3]:
-    """Every grid once, with all that it gathers saved."""
-    most: dict[tuple[int, int, int], Grid3] = {}
-    for g in table:
-        key = (g.m, g.k, g.n)
-        if key not in most or len(g.save) > len(most[key].save):
-            most[key] = g
-    return list(most.values())
+def _price(m: int, k: int, n: int, link: sl.planning.Link, flops: float) -> float:
+    """Return the seconds that a step on a grid should take."""
+    x, w1, w2, _ = (t.to("meta") for t in _dense())
+    with sl.record(m=m, k=k, n=n), sl.algorithm(matmul="mm3_xw"):
+        params = [sl.shard(w1, "(k m) n"), sl.shard(w2, "(n m) k")]
+        given = sl.shard(x, "(m n) k").requires_grad_()
+        found = sl.explain(lambda p, x: ((x @ p[0]) @ p[1]).sum(), params, (given,))
+    return Rates(dict.fromkeys("mkn", link), flops).seconds(found.work)
 
 
 def _table(ranks: int, found: dict[str, Any]) -> list[dict[str, Any]]:

@@ -48,7 +48,7 @@ MODULES = {
         from_torch global_norm identity inject_hyperparams is_finite joined lamb linear lion load_state_dict
         loss_scale masked mixed multi_steps muon partition rmsprop scale scale_by_schedule set_to_zero sgd
         skip_nonfinite soap state_dict step value_and_step warmup_cosine wsd zero""",
-    "planning": "Cluster Grid3 Grids Link Plan ReshardPlan attention_plan choose lower_bound measured plan probe schedule",
+    "planning": "Cluster Link Plan ReshardPlan attention_plan choose lower_bound measured plan probe schedule",
     "random": "get_state seed set_state",
     "recipes": "Legacy Recipe beside cube3d ddp from_colossalai_config fsdp matrices megatron1d optimus2d ring roles tesseract widening",
     "seeing": "Frames Summary Timeline draw frames merged step_chart style summary timeline visualize",

@@ -174,8 +174,10 @@ class _Recorder:
         finally:
             self.inside = False
         results = _sharded(out)
-        # a result that was there before is the operand itself, as of contiguous(), or was written to
-        new = [x for x in results if id(x) not in known or _writes(func)]
+        # a result that was there before is the operand itself, or was written to; contiguous()
+        # copies where other layouts leave other strides
+        kept = _writes(func) or getattr(func, "__name__", "") == "contiguous"
+        new = [x for x in results if id(x) not in known or kept]
         if new:
             reads = _values((asked,))
             order = {number: i for i, number in enumerate(reads)}

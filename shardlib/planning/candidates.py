@@ -22,6 +22,10 @@ WIDE = 8192
 """Sizes from which a dimension of a parameter is padded where it does not divide: vocabularies."""
 
 
+PIPE, STAGES = "pipe", 16
+"""The axis of a pipeline in plans, and the most stages that are considered."""
+
+
 class Leaf(NamedTuple):
     """A parameter under a layout.
 
@@ -199,6 +203,106 @@ class Candidates:
         return axes, behind  # type: ignore[return-value]
 
 
+class Laid(Candidates):
+    """The layouts that a recipe gives a step, one of each parameter and input.
+
+    >>> import torch
+    >>> from shardlib.planning.calls import calls_of
+    >>> mlp = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+    >>> step = calls_of(mlp, (torch.empty(6, 4),), lambda apply, params, x: apply(params, x).sum())
+    >>> with record(x=2) as mesh:
+    ...     found = Laid(step, mesh, dict(mlp.named_parameters()), recipes.megatron1d(mlp))
+    >>> found.leaf("0.weight").text, found.leaf("2.bias").text, found.batches(6)
+    ('x .', '.', ['.'])
+    """
+
+    def __init__(
+        self, step: StepCalls, mesh: Mesh, parameters: Mapping[str, Tensor], recipe: recipes.Recipe,
+        refused: Mapping[str, Collection[str]] | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(step, mesh, parameters, {}, refused)
+        self.recipe = recipe
+        self.layouts, self.outs = match_rules(parameters, recipe, None, True)
+
+    def batches(self, rows: int) -> list[str]:
+        """List the one token of an input's rows, where it divides them."""
+        dim = Layout.parse(self.recipe.tokens).dims[0]
+        return [] if rows % math.prod(self.mesh.axes[a] for a in dim.axes) else [str(dim)]
+
+    def inputs(self, batch: str, given: Sequence[Tensor]) -> dict[int, Operand]:
+        """Return the operands of the step's inputs: of several integer ones the last is the labels.
+
+        Others than tokens and labels [B, S] are split by rows.
+        Raises: ShardError for a length that does not divide, or where no input has a sequence.
+        """
+        columns = Layout.parse(self.recipe.tokens).dims[1]
+        if columns.is_split and not any(map(_are_tokens, given)):
+            raise ShardError(f"no input has a sequence that {columns} could split", op="plan")
+        found = {}
+        for number, i in self.step.inputs.items():
+            x = given[i].detach().to("meta")
+            text = " ".join([batch, *"." * (x.ndim - 1)][: x.ndim]) or "..."
+            if _are_tokens(x):
+                text = self.recipe.labels if i == len(given) - 1 > 0 else self.recipe.tokens
+            found[number] = operand_of(shard(x, text, self.mesh))
+        return found
+
+    def leaf(self, name: str, text: str = "", out: str = "") -> Leaf | None:
+        """Return a parameter as the recipe lays it out, or None where it does not divide."""
+        own = self.outs.get(name, "")
+        return super().leaf(name, str(self.layouts[name]), str(own))
+
+    def of_call(
+        self, call: Call, fresh: Sequence[int], have: Mapping[int, Operand]
+    ) -> Iterator[dict[int, Leaf]]:
+        """Yield the one way to lay out the matrices that a call reads first."""
+        matrices = [i for i in fresh if len(self.step.shapes[i]) > 1]
+        found = {i: self.leaf(self.step.parameters[i]) for i in matrices}
+        if all(found.values()):
+            yield found  # type: ignore[misc]
+
+    def beside(self, vectors: Sequence[int], around: Sequence[tuple[int, Dim]]) -> dict[int, Leaf]:
+        """Return nothing: vectors lie as the recipe says, not as what is around them."""
+        return {}
+
+
+def _are_tokens(x: Tensor) -> bool:
+    return x.ndim == 2 and not x.is_floating_point()
+
+
+RECIPES = {
+    "ddp": ("data",),
+    "megatron1d": ("data", "x"),
+    "optimus2d": ("data", "x", "y"),
+    "tesseract": ("data", "d", "x", "y"),
+    "cube3d": ("x", "y", "z"),
+    "ring": ("data", "s"),
+}
+"""Recipes that plans weigh, with the axes of their meshes."""
+
+
+def recipe_meshes(recipe: str, ranks: int) -> Iterator[dict[str, int]]:
+    """Yield the meshes of so many ranks for a recipe, its last axis of ranks that are near.
+
+    An axis "data" may be missing, and those of a cube may have one rank.
+
+    >>> list(recipe_meshes("megatron1d", 4))
+    [{'x': 4}, {'data': 2, 'x': 2}]
+    """
+    axes = RECIPES[recipe]
+    for sizes in itertools.product(divisors(ranks), repeat=len(axes)):
+        mesh = dict(zip(axes, sizes, strict=True))
+        least = min((n for a, n in mesh.items() if a != "data"), default=ranks)
+        if math.prod(sizes) == ranks and (least > 1 or recipe == "cube3d" or ranks == 1):
+            yield {a: n for a, n in mesh.items() if a != "data" or n > 1 or axes == ("data",)}
+
+
+def rules_of(recipe: str, module: nn.Module, mesh: Mesh, dims: object) -> recipes.Recipe:
+    """Return a recipe's rules; ``dims``  the module as it was traced.  Raises: ShardError."""
+    traced = {} if recipe in ("ddp", "ring") else {"inputs": dims}
+    return getattr(recipes, recipe)(module, mesh, **traced)
+
+
 def columns_of(operand: Operand, turned: bool = False) -> tuple[int, Dim]:
     """Return the size and the token of a value's last dimension; of a product with a weight.
 
@@ -227,12 +331,14 @@ def token(axes: Sequence[str], group: int = 1) -> str:
     return f"({' '.join(parts)})"
 
 
-def side_by_side(module: nn.Module) -> dict[tuple[str, int], int]:
+def side_by_side(module: nn.Module, dims: object = None) -> dict[tuple[str, int], int]:
     """Find which dimensions of parameters hold matrices side by side, as the 1D recipe reads them."""
     named = dict(module.named_parameters())
     try:
         with record(x=2) as mesh:
-            layouts, _ = match_rules(named, recipes.megatron1d(module, mesh), None, True)
+            layouts, _ = match_rules(
+                named, recipes.megatron1d(module, mesh, inputs=dims), None, True
+            )
     except ShardError:
         return {}
     found: dict[tuple[str, int], int] = {}
@@ -241,6 +347,21 @@ def side_by_side(module: nn.Module) -> dict[tuple[str, int], int]:
             if dim.parts and isinstance(dim.parts[0], int):
                 found[name, d] = dim.parts[0]
     return found
+
+
+def stage_counts(ranks: int, depth: int) -> list[int]:
+    """List the numbers of stages to consider for a model of so many equal layers."""
+    return [n for n in divisors(ranks) if n <= min(depth, STAGES)]
+
+
+def hiding(rows: int, pipe: int) -> int:
+    """Return the number of equal micro-batches that hides the bubble of so many stages."""
+    return max(n for n in divisors(rows) if n <= 4 * pipe)
+
+
+def divisors(n: int) -> list[int]:
+    """List the divisors of a number."""
+    return [d for d in range(1, n + 1) if n % d == 0]
 
 
 Choice = dict[int, Leaf]

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from shardlib.collectives import Event, Trace, trace
+from shardlib.cost import lower_bound
 from shardlib.errors import ShardError, Unsupported, user_line
 from shardlib.grad import (
     GradientSums,
@@ -42,7 +43,6 @@ from shardlib.placing import padded_size
 from shardlib.planning.cluster import Cluster, cluster_of
 from shardlib.planning.constant_folding import Known
 from shardlib.planning.explanation import Explanation, Row, TierUse
-from shardlib.planning.grids import lower_bound
 from shardlib.planning.work import Meter, Rates, StepWork
 from shardlib.tensor import ShardedTensor, Together, raw_of, settle, typeof
 from shardlib.tiers.schedule import loads as scheduled_loads

@@ -10,26 +10,36 @@ difference is taken from the room and the program solved again.
 import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from shardlib.errors import ShardError
 from shardlib.mesh import record
 from shardlib.modules import parallelize
+from shardlib.modules.dim_trace import trace_dimensions
 from shardlib.optim.sink import Sink
 from shardlib.optim.transform import Transform
 from shardlib.optim.zero import zero
 from shardlib.pipeline.stages import Stages
 from shardlib.placing import shard
 from shardlib.planning.calls import Call, StepCalls, calls_of
-from shardlib.planning.candidates import Candidates, side_by_side
+from shardlib.planning.candidates import (
+    PIPE,
+    RECIPES,
+    Candidates,
+    Laid,
+    recipe_meshes,
+    rules_of,
+    side_by_side,
+)
 from shardlib.planning.cluster import Cluster
 from shardlib.planning.explain import bytes_of, explain, sink_of
 from shardlib.planning.explanation import Explanation, PipelineExplanation
-from shardlib.planning.grids import PIPE
 from shardlib.planning.layer_dedup import Outline, outline
 from shardlib.planning.pareto import BUCKET, Alive, Holding, Search, State, Way
 from shardlib.planning.program import Column, Solution, solve
@@ -82,6 +92,7 @@ class Strategy:
     peak: int
     along: Mapping[str, tuple[float, float]]
     explained: Explanation = field(repr=False)
+    recipe: str = ""
 
     def better(self, other: "Strategy | None", room: float) -> bool:
         """Return whether it fits where another does not, or is faster, or the smaller of two."""
@@ -114,6 +125,8 @@ class Question:
     ``axes``     mesh sizes, or None: every mesh of ``ranks``.
     ``micros``   micro-batches of a step, or None: as many as fit, and as hide the idle time of
                  stages; ``pipe`` stages, or None: any number.
+    ``recipes``  those whose layouts alone are weighed, or None: every layout on one or two axes,
+                 the cubes on three, and the ring where there are fewer rows than ranks.
     ``refused``  parameter -> layouts that are not considered.
     """
 
@@ -129,6 +142,7 @@ class Question:
     pipe: int | None = None
     remat: bool = True
     zero: bool = True
+    recipes: tuple[str, ...] | None = None
     refused: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
     @property
@@ -141,6 +155,18 @@ class Question:
         if self.axes is None:
             return meshes_of(self.ranks // pipe, self.cluster)
         return [{a: n for a, n in self.axes.items() if a != PIPE}]
+
+    def laid(self, pipe: int, rows: int) -> Iterator[tuple[str, dict[str, int]]]:
+        """Yield the recipes to weigh, with the meshes of a stage; ``rows`` of a micro-batch."""
+        wanted = {a: n for a, n in (self.axes or {}).items() if a != PIPE and n > 1}
+        for recipe in RECIPES if self.recipes is None else self.recipes:
+            for axes in recipe_meshes(recipe, self.ranks // pipe):
+                if self.axes is not None and wanted != {a: n for a, n in axes.items() if n > 1}:
+                    continue
+                cube = recipe == "cube3d" and min(axes.values()) > 1
+                ring = recipe == "ring" and rows % (self.ranks // pipe)
+                if self.recipes is not None or cube or ring:
+                    yield recipe, axes
 
     def transform(self, how: Mapping[str, Any]) -> Transform:
         """Return the optimizer's transform under ``zero`` with these arguments, if there are any."""
@@ -170,15 +196,19 @@ def meshes_of(ranks: int, cluster: Cluster) -> list[dict[str, int]]:
 
 
 class Setting(NamedTuple):
-    """A mesh, the split of the batch and ZeRO: what is fixed before the program is made."""
+    """A mesh, the split of the batch and ZeRO: what is fixed before the program is made.
+
+    ``recipe``  the one that lays all out; "" where every layout is weighed.
+    """
 
     search: Search
     batch: str
+    recipe: str = ""
 
     @property
     def name(self) -> tuple[object, ...]:
-        """The mesh, the split of the batch, and the axes of ZeRO."""
-        return *self.holding.sizes.items(), self.batch, self.holding.axes
+        """The recipe, the mesh, the split of the batch, and the axes of ZeRO."""
+        return self.recipe, *self.holding.sizes.items(), self.batch, self.holding.axes
 
     @property
     def holding(self) -> Holding:
@@ -195,7 +225,7 @@ class Study:
         self.rows = asked.rows // micros
         self.inputs = [x.detach().to("meta")[: self.rows] for x in asked.inputs]
         self.outline = outline(asked.module)
-        self.small = self.outline.model(0)
+        self.small = self.outline.model()
         stacks = stacks_of(self.outline)
         # equal layers are one in the smaller model, and lie alike where one of them is refused
         self.refused: dict[str, frozenset[str]] = {}
@@ -207,7 +237,8 @@ class Study:
         )
         self.parts = parts_of(stacks, self.step)
         self.parameters = dict(self.small.named_parameters())
-        self.groups = side_by_side(self.small)
+        self.dims = _traced(self.small)
+        self.groups = side_by_side(self.small, self.dims)
         self.state = _state(asked.optimizer, next(iter(self.parameters.values())).dtype)
         self.bucket = sum(p.nbytes for p in asked.module.parameters()) <= BUCKET
         self.counts = [len(p.layers) for p in self.parts]
@@ -217,15 +248,23 @@ class Study:
         self.free: Solution | None = None
         # name of a setting -> its seconds in any memory
         self.least_seconds: dict[Any, float] = {}
-        # sizes of axes -> what does not depend on their order
+        # recipe, sizes of axes -> what does not depend on their order
         self.tables: dict[Any, tuple[Table, Candidates]] = {}
 
     def settings(self, pipe: int = 1) -> list[Setting]:
-        """List the settings of all meshes, of each of so many stages."""
-        return [s for axes in self.asked.meshes(pipe) for s in self._settings(axes, pipe)]
+        """List the settings of all meshes, of each of so many stages; those of recipes, few, first."""
+        ways = [*self.asked.laid(pipe, self.rows)]
+        if self.asked.recipes is None:
+            ways += [("", axes) for axes in self.asked.meshes(pipe)]
+        found: list[Setting] = []
+        for recipe, axes in ways:
+            # a recipe may have no layouts for a module, or none on a mesh
+            with suppress(*[ShardError] * bool(recipe)):
+                found += self._settings(recipe, axes, pipe)
+        return found
 
-    def _settings(self, axes: Mapping[str, int], pipe: int) -> Iterator[Setting]:
-        table, candidates = self._table(axes)
+    def _settings(self, recipe: str, axes: Mapping[str, int], pipe: int) -> Iterator[Setting]:
+        table, candidates = self._table(recipe, axes)
         c = self.cluster
         rates = Rates(c.links({PIPE: pipe, **axes}), c.flops, c.bandwidth)
         for batch in reversed(candidates.batches(self.rows)):
@@ -237,14 +276,19 @@ class Study:
                 holding = Holding(
                     axes, over, 2 * bool(over), self.state, self.micros, pipe, self.bucket
                 )
-                yield Setting(Search(self.step, table, candidates, rates, holding, inputs), batch)
+                search = Search(self.step, table, candidates, rates, holding, inputs)
+                yield Setting(search, batch, recipe)
 
-    def _table(self, axes: Mapping[str, int]) -> tuple[Table, Candidates]:
-        key = frozenset(axes.items())
+    def _table(self, recipe: str, axes: Mapping[str, int]) -> tuple[Table, Candidates]:
+        key = recipe, frozenset(axes.items())
         if key not in self.tables:
             with record(**dict(sorted(axes.items()))) as mesh:
-                candidates = Candidates(self.step, mesh, self.parameters, self.groups, self.refused)
-                self.tables[key] = Table(self.step, mesh), candidates
+                if recipe:
+                    rules = rules_of(recipe, self.small, mesh, self.dims)
+                    found = Laid(self.step, mesh, self.parameters, rules, self.refused)
+                else:
+                    found = Candidates(self.step, mesh, self.parameters, self.groups, self.refused)
+                self.tables[key] = Table(self.step, mesh), found
         return self.tables[key]
 
     def best(
@@ -325,7 +369,7 @@ class Study:
 
     def layouts(self, name: str) -> list[str]:
         """List the layouts of a parameter that are weighed on the first mesh."""
-        _, candidates = self._table(self.asked.meshes(self.asked.pipe or 1)[0])
+        _, candidates = self._table("", self.asked.meshes(self.asked.pipe or 1)[0])
         return candidates.matrices(small_name(name, stacks_of(self.outline)))
 
     def least(self, pipe: int = 1) -> Strategy | None:
@@ -457,8 +501,9 @@ class Study:
             work.join(late)
             along, seconds = work.along, search.rates.seconds(work)
         return Strategy(
-            axes, rules, texts, remat, how, self.micros, seconds, whole.peak, along, whole
-        )
+            axes, rules, texts, remat, how, self.micros, seconds, whole.peak, along, whole,
+            setting.recipe,
+        )  # fmt: skip
 
     def written(
         self, found: Solution
@@ -467,6 +512,7 @@ class Study:
         said: dict[str, dict[int, tuple[str, ...]]] = defaultdict(dict)
         rules: list[tuple[str, ...]] = []
         remat: list[tuple[str, str]] = []
+        again: dict[tuple[str, str], list[int]] = defaultdict(list)
         at: Counter[int] = Counter()
         for column, count in found.counts:
             part, begin = self.parts[column.part], at[column.part]
@@ -482,21 +528,62 @@ class Study:
                     stack, dot, index = layer.rpartition(".")
                     pattern = f"{stack}{dot}{{}}{name.removeprefix(part.path)}"
                     said[pattern][int(index)] = leaf.said
-            remat += [(layer, policy) for layer in layers if policy]
+            if policy:
+                stack = layers[0].rpartition(".")[0]
+                again[stack, policy] += [int(layer.rpartition(".")[2]) for layer in layers]
         for pattern, of_layers in said.items():
             rules += _folded(pattern, of_layers)
+        for (stack, policy), numbers in again.items():
+            remat += [(f"{stack}.{n}".lstrip("."), policy) for n in patterns(numbers)]
         return tuple(rules), tuple(remat)
 
 
 def _folded(pattern: str, said: Mapping[int, tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Return a rule for each layer that differs from most, then one for all others.
+    """Return rules for the layers that differ from most, then one for all others.
 
     >>> _folded("h.{}.w", {0: ("x .",), 1: (". x",), 2: (". x",)})
     [('h.0.w', 'x .'), ('h.*.w', '. x')]
     """
-    ((usual, _),) = Counter(said.values()).most_common(1)
-    others = [(pattern.format(i), *text) for i, text in said.items() if text != usual]
-    return [*others, (pattern.format("*"), *usual)]
+    layers: dict[tuple[str, ...], list[int]] = defaultdict(list)
+    for i, text in said.items():
+        layers[text].append(i)
+    (usual, _), *others = sorted(layers.items(), key=lambda kind: -len(kind[1]))
+    found = [(pattern.format(p), *text) for text, own in others for p in patterns(own)]
+    return [*found, (pattern.format("*"), *usual)]
+
+
+def patterns(numbers: Iterable[int]) -> list[str]:
+    """Write patterns, as of ``fnmatch``, which these numbers match and no others.
+
+    >>> patterns(range(4, 32)), patterns([7]), patterns([0, 1, 2, 5])
+    (['[4-9]', '[1-2]?', '3[0-1]'], ['7'], ['[0-25]'])
+    """
+    texts = sorted(map(str, numbers), key=lambda t: (len(t), t))
+    return [p for _, some in itertools.groupby(texts, len) for p in _digits([*some])]
+
+
+def _digits(texts: Sequence[str]) -> list[str]:
+    """Write patterns of numbers with the same count of digits."""
+    if not texts[0]:
+        return [""]
+    tails: dict[str, list[str]] = defaultdict(list)
+    for text in texts:
+        tails[text[0]].append(text[1:])
+    firsts: dict[tuple[str, ...], list[int]] = defaultdict(list)
+    for digit, rest in tails.items():
+        firsts[tuple(rest)].append(int(digit))
+    return [_class(own) + p for rest, own in firsts.items() for p in _digits(rest)]
+
+
+def _class(digits: Sequence[int]) -> str:
+    if len(digits) in (1, 10):
+        return str(digits[0]) if len(digits) == 1 else "?"
+    runs: list[list[int]] = []
+    for d in digits:
+        if not runs or d != runs[-1][-1] + 1:
+            runs.append([])
+        runs[-1].append(d)
+    return "[" + "".join(f"{r[0]}-{r[-1]}" if len(r) > 1 else str(r[0]) for r in runs) + "]"
 
 
 def _column(part: int, begin: State, end: State, way: Way, remat: str, holding: Holding) -> Column:
@@ -591,6 +678,14 @@ def _update(sink: Sink | None, holding: Holding) -> StepWork:
             sent = (bucket.ways - 1) * bucket.length * bucket.dtype.itemsize / holding.pipe
             work.receive(bucket.over, sent / bucket.ways, sent / BUCKET)
     return work
+
+
+def _traced(module: nn.Module) -> object:
+    """Trace a module for recipes; None where it cannot be run by itself, and they refuse it."""
+    try:
+        return trace_dimensions(module)
+    except ShardError:
+        return None
 
 
 def _state(optimizer: Transform, dtype: torch.dtype) -> float:

@@ -2,7 +2,7 @@
 
 One batch at once is planned first (joint.py).  Where memory is what costs time, more and more
 micro-batches are, each time as a whole; and stages of a pipeline where their idle time leaves room
-for a faster step.  ``choose`` (choose.py) answers for the products of a model alone, by formulas.
+for a faster step.  ``choose`` restricts the search to the layouts of recipes.
 """
 
 import fnmatch
@@ -22,10 +22,12 @@ from shardlib.errors import BadArgument, NoPlanFits, ShardError, mesh_text, simi
 from shardlib.layouts import Layout
 from shardlib.optim.adaptive import adamw
 from shardlib.optim.transform import Transform
+from shardlib.placing import reshard
+from shardlib.planning.candidates import PIPE, RECIPES, divisors, hiding, stage_counts
 from shardlib.planning.cluster import Cluster, cluster_of
 from shardlib.planning.explanation import size
-from shardlib.planning.grids import PIPE, divisors, hiding, stage_counts
 from shardlib.planning.joint import Question, Strategy, Study, placed
+from shardlib.tensor import ShardedTensor
 
 FIX = "sl.plan(model, (ids,), ranks=8)"
 
@@ -43,6 +45,7 @@ class Plan(Strategy):
     ``peak``     the most bytes of one rank, ``seconds`` of a step: as ``sl.explain`` finds them.
     ``along``    axes -> bytes and messages that a rank receives in a step, the update among it.
     ``explained``  the explanation of forward and backward.
+    ``recipe``     the name of the one of ``sl.recipes`` whose rules these are; "" for none.
 
     >>> import torch, shardlib as sl
     >>> mlp = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
@@ -180,7 +183,8 @@ class Plan(Strategy):
         """Format the figures of a step, without the layouts."""
         e, room = self.explained, size(round(self.asked.room))
         lines = [
-            f"{mesh_text(self.mesh)}: {size(self.peak)} of {room}, {self.seconds:.3g} s a step",
+            f"{mesh_text(self.mesh)}: {size(self.peak)} of {room}, {self.seconds:.3g} s a step"
+            + f", laid out by recipes.{self.recipe}" * bool(self.recipe),
             f"parameters {size(e.parameters)}, state {size(e.state)}, {size(e.transient)} at the most "
             "beside them",
             "inputs " + ", ".join(map(repr, dict.fromkeys(self.inputs))),
@@ -227,6 +231,7 @@ def plan(
     loss: Callable[..., Any] | None = None,
     microbatches: int | None = None,
     pipe: int | None = None,
+    recipes: Sequence[str] | None = None,
 ) -> Plan:
     """Find the way to train a module that takes least time a step, within ``memory`` on a rank.
 
@@ -244,6 +249,9 @@ def plan(
     ``microbatches``  of a step; by default as many as the memory asks for.
     ``pipe``     stages of a pipeline in the order of 1F1B; by default every number up to 16 and to the
                  repeated layers.
+    ``recipes``  names of ``sl.recipes``: only their layouts are weighed, on every mesh that they
+                 take; by default all layouts on one or two axes are, ``cube3d`` on three, and
+                 ``ring`` where there are fewer rows than ranks.
 
     Each call of the step runs on shapes under every layout of what it reads; the best ways through
     equal layers are found by dynamic programming, and how many layers run in which way by an
@@ -261,6 +269,10 @@ def plan(
     given, call = _inputs(inputs, loss)
     if (ranks is None) == (mesh is None) or not given:
         raise BadArgument("either ranks or a mesh, and inputs, are needed", op="plan", fix=FIX)
+    if next(module.parameters(), None) is None:
+        why = f"{type(module).__name__} has no parameters to lay out"
+        line = "sl.plan(torch.nn.Linear(64, 64), torch.empty(8, 64), ranks=8)"
+        raise BadArgument(why, op="plan", fix=line)
     where = cluster_of(cluster)
     counts = {"microbatches": microbatches, "pipe": pipe, "ranks": ranks, **(mesh or {})}
     for name, n in counts.items():
@@ -273,14 +285,47 @@ def plan(
     if microbatches is not None and rows % microbatches:
         why = f"{rows} rows make no {microbatches} micro-batches"
         raise BadArgument(why, op="plan", fix=f"microbatches={hiding(rows, microbatches)}")
+    for name in recipes or ():
+        if name not in RECIPES:
+            near = similar(str(name), RECIPES, 1) or ["cube3d"]
+            why = f"recipes: {name!r} is none of {', '.join(RECIPES)}"
+            raise BadArgument(why, op="plan", fix=f"recipes={near}")
     if pipe is not None and ranks % pipe:
         why = f"{ranks} ranks make no {pipe} stages"
         raise BadArgument(why, op="plan", fix=f"pipe={math.gcd(ranks, pipe)}")
     room = bytes_in(where.memory if memory is None else memory, "plan", FIX)
     asked = Question(
-        module, given, call, optimizer or adamw(1e-3), where, room, ranks, mesh, microbatches, pipe
-    )
+        module, given, call, optimizer or adamw(1e-3), where, room, ranks, mesh, microbatches, pipe,
+        recipes=recipes and tuple(recipes),
+    )  # fmt: skip
     return _answer(asked)
+
+
+def choose(
+    module: nn.Module,
+    inputs: Tensor | Sequence[Tensor] | Mapping[str, Tensor],
+    *,
+    ranks: int,
+    memory: float | str | None = None,
+    optimizer: Transform | None = None,
+    cluster: str | Cluster = "h100",
+    loss: Callable[..., Any] | None = None,
+) -> Plan:
+    """Find the recipe and its mesh of ``ranks`` by which a step takes least time, as ``plan`` does.
+
+    Arguments as ``plan`` has them.  ZeRO, remat and micro-batches are found too; the layouts are the
+    recipe's, and ``found.recipe`` is its name.
+    Raises: as ``plan``.
+
+    >>> import torch
+    >>> mlp = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
+    >>> found = choose(mlp, torch.empty(32, 64), ranks=4)
+    >>> found.recipe, found.mesh
+    """
+    return plan(
+        module, inputs, ranks=ranks, memory=memory, optimizer=optimizer, cluster=cluster, loss=loss,
+        recipes=tuple(RECIPES),
+    )  # fmt: skip
 
 
 def _inputs(
@@ -324,6 +369,9 @@ def loss_of(out: object, labels: object) -> Tensor | None:
     if out.numel() == 1:
         return out
     if isinstance(labels, Tensor) and out.ndim == labels.ndim + 1:
+        if isinstance(out, ShardedTensor) and isinstance(labels, ShardedTensor):
+            # a recipe may leave logits' rows elsewhere than its tokens
+            labels = reshard(labels, Layout(out.place.dims[:-1]))
         return F.cross_entropy(out.view(-1, out.shape[-1]), labels.view(-1))
     return None
 
@@ -335,7 +383,10 @@ def _answer(asked: Question) -> Plan:
     """Return the best plan.  Raises: NoPlanFits."""
     best = Planning(asked).found()
     if best is None:
-        raise ShardError("a call of the step runs under no layouts", op="plan", fix=FIX)
+        why = "a call of the step runs under no layouts"
+        if asked.recipes is not None and not [*asked.laid(asked.pipe or 1, asked.rows)]:
+            why = f"no mesh of {asked.ranks} ranks for {' or '.join(asked.recipes)}"
+        raise ShardError(why, op="plan", fix=FIX)
     if best.peak > asked.room:
         why = f"nothing fits into {size(asked.room)}; the least is {size(best.peak)}"
         raise NoPlanFits(why, best.peak, op="plan", fix=f"memory={best.peak}")

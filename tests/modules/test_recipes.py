@@ -9,6 +9,7 @@ from torch import nn
 
 import shardlib as sl
 from examples.gpt import GPT, GPTConfig
+from shardlib.modules.recipes import MLP_ROLES
 from tests.modules.test_parallelize import CONFIG, IDS, dense
 
 
@@ -201,3 +202,51 @@ def test_a_missing_axis_has_a_fix_that_this_mesh_has_the_axes_for(recipe: str, a
             names = re.findall(r"='(\w+)'", e.fix.split("#")[0])
             assert names and len(names) == len(set(names)) and set(names) <= set(mesh.names)
             exec(e.fix, {"sl": sl, "model": model})
+
+
+class Block(nn.Module):
+    """The four products of a Transformer block."""
+
+    def __init__(self, h: int, **where: Any) -> None:
+        super().__init__()
+        self.c_attn, self.out_proj = (
+            nn.Linear(h, 3 * h, bias=False, **where),
+            nn.Linear(h, h, bias=False, **where),
+        )
+        self.fc_in, self.fc2 = (
+            nn.Linear(h, 4 * h, bias=False, **where),
+            nn.Linear(4 * h, h, bias=False, **where),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.out_proj(self.c_attn(x).chunk(3, -1)[0])
+        return self.fc2(self.fc_in(x))
+
+
+@pytest.mark.parametrize("mlp", MLP_ROLES)
+@pytest.mark.parametrize("grid", [(2, 1, 2), (1, 2, 2), (2, 2, 2), (2, 3, 1), (2, 2, 3)])
+def test_an_mlp_may_have_roles_of_its_own(grid: tuple[int, int, int], mlp: str) -> None:
+    """Value and gradients, of a model that has attention beside it."""
+    m, k, n = grid
+    h, batch = 48, 24
+    torch.manual_seed(0)
+    model = Block(h).double()
+    x, g = torch.randn(batch, h).double().requires_grad_(), torch.randn(batch, h).double()
+    want = [y := model(x), *torch.autograd.grad(y, (x, *model.parameters()), g)]
+    with sl.simulate(x=m, y=n, z=k), sl.algorithm(matmul="mm3"):
+        rules = sl.recipes.cube3d(model, mlp=mlp)
+        apply, params = sl.parallelize(model, rules)
+        placed = sl.shard(x.detach(), f"{rules.tokens.rsplit(' ', 1)[0]} z").requires_grad_()
+        leaves = [placed, *params.values()]
+        out = apply(params, placed)
+        got = [out, *torch.autograd.grad(out, leaves, sl.shard(g, placed.sharding))]
+        assert out.sharding == placed.sharding and [p.sharding for p in got[2:]] == [
+            p.sharding for p in leaves[1:]
+        ]
+        for ours, dense in zip(got, want, strict=True):
+            assert float(((sl.unshard(ours) - dense).norm() / dense.norm()).detach()) < 1e-12
+
+
+def test_other_roles_are_refused() -> None:
+    with sl.simulate(x=2, y=2, z=2), pytest.raises(sl.ShardError, match='mlp="mnk"'):
+        sl.recipes.cube3d(Block(8), mlp="knm")

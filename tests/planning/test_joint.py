@@ -1,14 +1,17 @@
 """What a program adds up is what the explanation of the step says."""
 
+from fnmatch import fnmatchcase
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 import shardlib as sl
-from shardlib.planning.joint import Question, Study
+from shardlib.planning.joint import Question, Study, patterns
 from shardlib.planning.program import solve
 
 CLUSTER = sl.planning.Cluster(1e12, 2e10, 1, between=sl.planning.Link(1e-4, 1e-8), bandwidth=5e9)
@@ -96,3 +99,11 @@ def test_what_calls_cost_adds_up_to_the_explanation_of_the_step(mesh: dict[str, 
             else:
                 assert made.explained.work.flops <= flops
             assert 0.85 * found.peak <= made.peak <= 1.1 * found.peak
+
+
+@given(st.sets(st.integers(0, 130), min_size=1) | st.integers(1, 131).map(lambda n: {*range(n)}))
+def test_patterns_match_their_numbers_and_no_others(numbers: set[int]) -> None:
+    found = patterns(numbers)
+    assert numbers == {n for n in range(1200) if any(fnmatchcase(str(n), p) for p in found)}
+    # a run of layers is a few lines, whatever their count
+    assert len(found) <= 6 or len(numbers) != max(numbers) + 1

@@ -11,7 +11,9 @@ from torch import nn
 
 import shardlib as sl
 from shardlib.command.train import checked, start
+from shardlib.planning.candidates import RECIPES
 from shardlib.planning.explain import explain
+from tests.planning.plans_run import confirm, loss_over, made, stepped
 from tests.planning.test_joint import CLUSTER, GIVEN, Words, loss
 
 SLOW = sl.planning.Link(1e-3, 8 / 50e6)  # 50 Mbit/s between all ranks
@@ -102,6 +104,44 @@ def losses(mesh: Any, model: Any, plan: Any, batch: Any = GIVEN) -> list[float]:
 def rows() -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return rows of a dataset: words, and the next ones as labels."""
     return [(torch.arange(i, i + 16) % 64, torch.arange(i + 1, i + 17) % 64) for i in range(64)]
+
+
+@pytest.mark.parametrize("recipe", [*RECIPES])
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_a_recipe_s_plan_is_one_process_s_and_moves_what_it_says(recipe: str, ranks: int) -> None:
+    module, inputs = made("gpt2 of 4")
+    given, loss = tuple(inputs.values()), loss_over((*inputs,))
+    how: dict[str, Any] = {"cluster": CLUSTER, "loss": loss, "pipe": 1}
+    if recipe == "tesseract" and ranks < 8:
+        with pytest.raises(sl.ShardError, match="no mesh of 4 ranks"):
+            sl.plan(module, given, ranks=ranks, recipes=[recipe], **how)
+        return
+    found = sl.plan(module, given, ranks=ranks, recipes=[recipe], **how)
+    losses, nbytes = stepped(module, inputs, found)
+    assert losses == pytest.approx(stepped(module, inputs, None)[0], rel=1e-12)
+    assert found.recipe == recipe and sum(b for b, _ in found.along.values()) == nbytes
+    assert confirm(inputs, module, found) == ""
+
+
+def test_the_choice_is_the_fastest_of_all_recipes() -> None:
+    module, inputs = made("gpt2 of 4")
+    given, how = tuple(inputs.values()), {"cluster": CLUSTER, "loss": loss_over((*inputs,))}
+    best = sl.choose(module, given, ranks=4, **how)
+    others = [
+        sl.plan(module, given, ranks=4, recipes=[r], **how) for r in RECIPES if r != "tesseract"
+    ]
+    assert best.seconds == min(p.seconds for p in others)
+    assert sl.plan(module, given, ranks=4, **how).seconds <= best.seconds
+
+
+def test_fewer_rows_than_ranks_are_split_along_the_sequence() -> None:
+    fast = sl.planning.Cluster(1e9, 2e10, 8, inside=sl.planning.Link(1e-6, 1e-11), bandwidth=1e10)
+    model = Words(layers=2, width=36).double()
+    batch = tuple(x.repeat(1, 16)[:1] for x in GIVEN)
+    found = sl.plan(model, batch, ranks=8, cluster=fast, loss=loss)
+    assert found.recipe == "ring" and found.mesh == {"s": 8}
+    want = losses({"a": 1}, model, None, batch)
+    assert losses(found.mesh, model, found, batch) == pytest.approx(want, abs=1e-12)
 
 
 @pytest.mark.parametrize("memory", ["500KB", "700KB"])
