@@ -136,6 +136,7 @@ ORDER = [  # each may import from those before it
     "seeing.frames",
     "seeing.timeline",
     "seeing.pipelines",
+    "seeing.plans",
     "seeing.blocks",
     "seeing.summary",
     "seeing",

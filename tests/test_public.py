@@ -51,7 +51,7 @@ MODULES = {
     "planning": "Cluster Link Plan ReshardPlan attention_plan choose lower_bound measured plan probe schedule",
     "random": "get_state seed set_state",
     "recipes": "Legacy Recipe beside cube3d ddp from_colossalai_config fsdp matrices megatron1d optimus2d ring roles tesseract widening",
-    "seeing": "Frames Summary Timeline draw frames merged step_chart style summary timeline visualize",
+    "seeing": "Frames PlanChart Summary Timeline draw frames merged step_chart style summary timeline visualize",
     "testing": "check_algorithm check_engine check_layout check_mask dense_attention",
 }
 

@@ -25,6 +25,7 @@ from shardlib.command.from_config import (
     rows_of,
     under_launcher,
 )
+from shardlib.command.trace import check_out
 from shardlib.command.train import checked
 from shardlib.errors import BadArgument, NoPlanFits
 from shardlib.mesh import Link
@@ -32,6 +33,7 @@ from shardlib.optim import Precision
 from shardlib.planning.cluster import CLUSTERS, Cluster, measured
 from shardlib.planning.explanation import size
 from shardlib.planning.plan import Plan, plan
+from shardlib.seeing import PlanChart
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -54,6 +56,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     for name, text in counts.items():
         parser.add_argument(f"--{name}", type=_count, help=text)
     parser.add_argument("--memory", type=_bytes, help="bytes of one rank, as 80GiB")
+    parser.add_argument(
+        "--picture", default="", help="what ranks hold and where a step's seconds go: .png, .svg"
+    )
     parser.add_argument("--cluster", default="h100", choices=[*CLUSTERS], help="of these nodes")
     for which, where in (("inside", "within a node"), ("between", "between nodes")):
         parser.add_argument(
@@ -68,6 +73,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def main(given: argparse.Namespace) -> int:
     """Run the command: return 0, or 4 if nothing fits for one of the numbers of ranks."""
+    check_out("plan", "--picture", given.picture, ".png", ".svg", ".pdf")
     config = Config({})
     if given.model.endswith(".toml"):
         config = checked(given.model, given.set, whole=False)
@@ -91,6 +97,10 @@ def main(given: argparse.Namespace) -> int:
         else:
             lines.append(f"\n{n} ranks: {p.message}")
     lines.append(cluster.told())
+    plans = [p for p in found.values() if isinstance(p, Plan)]
+    if given.picture and plans:
+        PlanChart(plans).save(given.picture)
+        lines.append(f"wrote {given.picture}")
     data = [{"ranks": n, "fits": isinstance(p, Plan), **_plain(p)} for n, p in found.items()]
     answer(given, data, "\n".join(lines))
     return 4 * any(isinstance(p, NoPlanFits) for p in found.values())

@@ -31,8 +31,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def main(given: argparse.Namespace) -> int:
     """Run the command: under torchrun on every rank, else on simulated ranks in one process."""
-    _check_out("--out", given.out, ".json", ".png", ".svg", ".pdf")
-    _check_out("--schedule", given.schedule, ".png", ".svg", ".pdf")
+    check_out("trace", "--out", given.out, ".json", ".png", ".svg", ".pdf")
+    check_out("trace", "--schedule", given.schedule, ".png", ".svg", ".pdf")
     if given.step < 1:
         raise ConfigError(f"--step {given.step}: 1 at least")
     config = checked(given.file, given.set)
@@ -61,14 +61,15 @@ def main(given: argparse.Namespace) -> int:
     return answer(given, told, "\n".join(lines))
 
 
-def _check_out(option: str, file: str, *kinds: str) -> None:
+def check_out(command: str, option: str, file: str, *kinds: str) -> None:
+    """Check a file to write before the work is done.  Raises: ConfigError."""
     if not file:
         return
     if Path(file).suffix not in kinds:
         names = ", ".join(f"step{kind}" for kind in kinds)
         raise ConfigError(f"{option} {file}: write {' or '.join(names.rsplit(', ', 1))}")
     try:
-        refuse_foreign(file, "trace", f"shardlib trace run.toml {option} {{}}")
+        refuse_foreign(file, command, f"shardlib {command} run.toml {option} {{}}")
     except BadArgument as e:
         raise ConfigError(f"{option} {e.message}") from None
 

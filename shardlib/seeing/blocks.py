@@ -17,9 +17,11 @@ from shardlib.layouts.dims import joined
 from shardlib.mesh import axis_sizes, coordinates
 from shardlib.ops.attention.engine import AttentionPlan
 from shardlib.pipeline.schedules import PipelineSchedule
+from shardlib.planning.plan import Plan
 from shardlib.seeing.canvas import INK, Picture, Pieces, Shown, canvas, colours, tint
 from shardlib.seeing.frames import Frames, frames
 from shardlib.seeing.pipelines import ScheduleChart
+from shardlib.seeing.plans import PlanChart
 from shardlib.tensor import layout_of, named_tensors, typeof
 
 
@@ -114,6 +116,8 @@ def visualize(x: str | AttentionPlan, /, dims: None = None, **axes: int) -> Fram
 @overload
 def visualize(x: PipelineSchedule, /, dims: None = None) -> ScheduleChart: ...
 @overload
+def visualize(x: Plan, /, dims: None = None) -> PlanChart: ...
+@overload
 def visualize(x: Tensors, /, dims: tuple[int, int] | None = None) -> Drawing: ...
 @overload
 def visualize(x: Given, /, dims: None = None) -> Given: ...
@@ -122,8 +126,9 @@ def visualize(x: object, /, dims: tuple[int, int] | None = None, **axes: int) ->
 
     An algorithm is given by its name and the sizes of a mesh, ``sl.visualize("cannon", x=3, y=3)``;
     a plan is that of an attention; a schedule is that of a pipeline, with a row for each rank and a
-    column for each tick; results of ``sl.seeing.frames`` and the like are returned as they are.  A
-    notebook shows the result as a table, ``.show()`` prints it in colours if rich is installed.
+    column for each tick; of a ``sl.plan`` the bytes and seconds of its ranks are drawn, by kind;
+    results of ``sl.seeing.frames`` and the like are returned as they are.  A notebook shows the
+    result as a table, ``.show()`` prints it in colours if rich is installed.
     For more than two split dimensions there is a table for each piece of the leading ones; for a
     tree of tensors, the drawing of each under its name.
 
@@ -155,6 +160,8 @@ def visualize(x: object, /, dims: tuple[int, int] | None = None, **axes: int) ->
         return frames(x, **axes)
     if isinstance(x, PipelineSchedule):
         return ScheduleChart(x)
+    if isinstance(x, Plan):
+        return PlanChart((x,))
     if not isinstance(x, Tensor) and hasattr(x, "_repr_html_"):
         return x
     drawn, notes = [], {}
