@@ -72,6 +72,8 @@ class CallState(NamedTuple):
     stage: Any = None
     # a recompute.Kept, which saves results of products and attention
     region: Any = None
+    # a Reading, which gathers saved weights again: optim/stage3.py
+    gathers: Any = None
     # a WeightGradients, in which backward queues gradients of weights
     later: Any = None
 

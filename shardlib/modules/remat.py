@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 from shardlib.collectives import Away
 from shardlib.errors import RuleLint, similar
 from shardlib.memory_sharing import writes
-from shardlib.mesh import within
+from shardlib.mesh import scope, within
 from shardlib.modules.rules import Pattern, is_pattern, matches, nearest, rule_error
 from shardlib.modules.weightless_copy import Around
 from shardlib.recompute import Kept
@@ -209,28 +209,46 @@ _SMALL = 4096
 def _on_host(
     module: nn.Module, forward: Callable[..., Any], /, *args: object, **kwargs: object
 ) -> Any:
-    """Run forward with its large saved tensors in host memory until backward; the weights stay."""
+    """Run forward with its large saved tensors in host memory until backward; the weights stay.
+
+    Those of stage 3 are gathered again.
+    """
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    weights = (*module.parameters(), *module.buffers())
+    parts = scope().call.gathers
+    weights = [*module.buffers()]
+    if parts is None:
+        weights += module.parameters()
     stay = {raw_of(w).untyped_storage()._cdata for w in weights}
 
     def pack(x: Tensor) -> object:
+        if parts is not None and not isinstance(weight := parts.pack(x), Tensor):
+            return weight
         if x.device.type == "cpu" or x.nbytes < _SMALL or x.untyped_storage()._cdata in stay:
             # a node that saves its output would hold itself, if no backward frees what it saved
             return x.detach()
         if x.is_meta:
             # a planned call: count nothing on the device
-            return x.shape, x.dtype
+            return _OnPaper(x)
         return Away(x)
 
     def unpack(kept: Any) -> Tensor:
         if isinstance(kept, Tensor):
             return kept
-        if isinstance(kept, Away):
+        if isinstance(kept, Away | _OnPaper):
             return kept.back()
-        shape, dtype = kept
-        return torch.empty(shape, dtype=dtype, device="meta")
+        return parts.unpack(kept)
 
     with saved_tensors_hooks(pack, unpack):
         return forward(*args, **kwargs)
+
+
+class _OnPaper:
+    """Form of a tensor of a planned call that is kept in host memory."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.shape, self.dtype = x.shape, x.dtype
+
+    def back(self) -> Tensor:
+        """Return a tensor of this form."""
+        return torch.empty(self.shape, dtype=self.dtype, device="meta")

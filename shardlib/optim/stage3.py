@@ -27,7 +27,7 @@ from shardlib._compat import Local, after_backward, backward_now
 from shardlib.collectives import blocks, psum_scatter, storage_shape, unwrap, wrap
 from shardlib.errors import PartialEscape, ShardError
 from shardlib.grad import frozen
-from shardlib.mesh import Mesh, bind, drain
+from shardlib.mesh import Mesh, bind, drain, within
 from shardlib.optim.buckets import (
     Bucket,
     Buckets,
@@ -69,7 +69,7 @@ class Parts(Buckets):
         if torch.is_grad_enabled() and not self.index.keep:
             hooks = torch.autograd.graph.saved_tensors_hooks(reading.pack, reading.unpack)
         try:
-            with hooks:
+            with hooks, within(gathers=reading):
                 yield reading.values()
         finally:
             reading.end_forward()

@@ -341,7 +341,8 @@ def plain(depth: int, how: str = "", keep: bool = False) -> Any:
     """(dense module, apply, transform, parts, two batches)."""
     torch.manual_seed(0)
     m = Plain(depth, how == "remat", how == "norm").double()
-    apply, params = sl.parallelize(m, [("*", "...")], inputs={"x": "data ."})
+    remat = [("h.*", "host")] if how == "host" else []
+    apply, params = sl.parallelize(m, [("*", "...")], inputs={"x": "data ."}, remat=remat)
     tx = o.zero(o.sgd(1.0), "data", 3, keep=keep)
     return m, apply, tx, tx.shard(params), [torch.randn(4, 8).double() for _ in range(3)]
 
@@ -375,7 +376,7 @@ def often(how: str, keep: bool, depth: int = 3) -> float:
     return worst
 
 
-OFTEN = ["", "thrice", "remat", "no_grad", "inference", "norm"]
+OFTEN = ["", "thrice", "remat", "host", "no_grad", "inference", "norm"]
 
 
 @pytest.mark.parametrize("how", OFTEN)
@@ -509,7 +510,7 @@ def test_a_model_of_many_equal_blocks_keeps_them_apart(pool: Any) -> None:
     assert max(pool.run(deep, data=4)) < 1e-12
 
 
-@pytest.mark.parametrize("remat", ["", "remat"])
+@pytest.mark.parametrize("remat", ["", "remat", "host"])
 def test_what_is_derived_from_a_gathered_weight_is_freed_with_it(remat: str) -> None:
     """At most the bucket that is read, the one before it and the one that comes next are alive."""
     with sl.simulate(data=2, x=2):
