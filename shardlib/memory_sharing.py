@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardlib._compat import StorageWeakRef
-from shardlib.errors import Unsupported
+from shardlib.errors import ShardError, Unsupported
 from shardlib.opspec import Args, Func, Kwargs
 from shardlib.opspec import writes as is_writer
 
@@ -127,3 +127,35 @@ def refuse_overlap(raw: Tensor, op: str, operands: dict[str, str], mesh: object)
         )
         error.final = True  # type: ignore[attr-defined]
         raise error
+
+
+class SavedTensor:
+    """A tensor that autograd saved where hooks pack it, for which torch itself checks no writes."""
+
+    __slots__ = ("version", "x")
+
+    def __init__(self, x: Tensor) -> None:
+        # a node that saves its output would hold itself, if no backward frees what it saved
+        self.x, self.version = x.detach(), x._version
+
+    @property
+    def is_written(self) -> bool:
+        """Whether it was written to since."""
+        return self.x._version != self.version
+
+    def back(self) -> Tensor:
+        """Return it.  Raises: ShardError if it was written to since."""
+        if self.is_written:
+            raise ShardError(
+                f"a tensor of shape {list(self.x.shape)} that backward needs was written to in place",
+                op="backward",
+                fix="y = y + 1  # in place of y += 1",
+            )
+        return self.x
+
+
+def unpacked(kept: Any) -> Tensor:
+    """Return the tensor that a hook packed, whole or as an object with ``back()``."""
+    if isinstance(kept, Tensor):
+        return kept
+    return kept.back()

@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardlib.collectives import Away
 from shardlib.errors import RuleLint, similar
-from shardlib.memory_sharing import writes
+from shardlib.memory_sharing import SavedTensor, unpacked, writes
 from shardlib.mesh import scope, within
 from shardlib.modules.rules import Pattern, is_pattern, matches, nearest, rule_error
 from shardlib.modules.weightless_copy import Around
@@ -222,24 +222,19 @@ def _on_host(
     stay = {raw_of(w).untyped_storage()._cdata for w in weights}
 
     def pack(x: Tensor) -> object:
-        if parts is not None and not isinstance(weight := parts.pack(x), Tensor):
+        if type(x) not in (Tensor, nn.Parameter):
+            # a checkpoint saves whole values
+            return x
+        if parts is not None and (weight := parts.weight(x)):
             return weight
         if x.device.type == "cpu" or x.nbytes < _SMALL or x.untyped_storage()._cdata in stay:
-            # a node that saves its output would hold itself, if no backward frees what it saved
-            return x.detach()
+            return SavedTensor(x)
         if x.is_meta:
             # a planned call: count nothing on the device
             return _OnPaper(x)
         return Away(x)
 
-    def unpack(kept: Any) -> Tensor:
-        if isinstance(kept, Tensor):
-            return kept
-        if isinstance(kept, Away | _OnPaper):
-            return kept.back()
-        return parts.unpack(kept)
-
-    with saved_tensors_hooks(pack, unpack):
+    with saved_tensors_hooks(pack, unpacked):
         return forward(*args, **kwargs)
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from threading import get_ident
-from typing import Any
+from typing import Any, NamedTuple
 
 import optree
 import torch
@@ -27,6 +27,7 @@ from shardlib._compat import Local, after_backward, backward_now
 from shardlib.collectives import blocks, psum_scatter, storage_shape, unwrap, wrap
 from shardlib.errors import PartialEscape, ShardError
 from shardlib.grad import frozen
+from shardlib.memory_sharing import SavedTensor, unpacked
 from shardlib.mesh import Mesh, bind, drain, within
 from shardlib.optim.buckets import (
     Bucket,
@@ -67,7 +68,7 @@ class Parts(Buckets):
         reading = self._reading()
         hooks: Any = nullcontext()
         if torch.is_grad_enabled() and not self.index.keep:
-            hooks = torch.autograd.graph.saved_tensors_hooks(reading.pack, reading.unpack)
+            hooks = torch.autograd.graph.saved_tensors_hooks(reading.pack, unpacked)
         try:
             with hooks, within(gathers=reading):
                 yield reading.values()
@@ -294,22 +295,16 @@ class Reading:
     # ------------------------------------------------------------ saved weights
 
     def pack(self, x: Tensor) -> Any:
-        """Return the bucket and offset of a saved weight; other saved tensors unchanged."""
+        """Return what stands for a saved weight, and gathers it again; other saved tensors."""
         if type(x) not in (Tensor, torch.nn.Parameter):
             # a checkpoint saves whole values
             return x
-        one = self.at.get(x.untyped_storage()._cdata)
-        if one is None:
-            # a node that saves its output would hold itself, if no backward frees what it saved
-            return x.detach()
-        return one, x.shape, x.stride(), x.storage_offset()
+        return self.weight(x) or SavedTensor(x)
 
-    def unpack(self, kept: Any) -> Tensor:
-        """Return the tensor of ``pack``; a weight's bucket is gathered again."""
-        if isinstance(kept, Tensor):
-            return kept
-        one, *where = kept
-        return self.again(one).as_strided(*where)
+    def weight(self, x: Tensor) -> "SavedWeight | None":
+        """Return what stands for a saved weight; None for another tensor."""
+        one = self.at.get(x.untyped_storage()._cdata)
+        return one and SavedWeight(self, one, (x.shape, x.stride(), x.storage_offset()))
 
     # ------------------------------------------------------------ gradients
 
@@ -353,6 +348,18 @@ class Reading:
 def _first(group: object) -> object:
     """Return the first word of a group, the name of its module block."""
     return _first(group[0]) if isinstance(group, tuple) else group
+
+
+class SavedWeight(NamedTuple):
+    """A weight that autograd saved: its place in a bucket, which is gathered again."""
+
+    reading: Reading
+    bucket: BucketReading
+    where: tuple[Any, ...]
+
+    def back(self) -> Tensor:
+        """Return the weight."""
+        return self.reading.again(self.bucket).as_strided(*self.where)
 
 
 class Gradient:

@@ -315,6 +315,33 @@ def test_one_parameter_at_two_places_is_one_slot(stage: int, master: Any) -> Non
         assert torch.allclose(after["c"], torch.tensor(0.925 if stage < 3 else 0.9), atol=2e-3)
 
 
+class Written(nn.Module):
+    """An exponential whose result is written to in place, which torch refuses in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 4)
+
+    def forward(self, x: Any) -> Any:
+        y = torch.exp(self.up(x))
+        y += 1
+        return y
+
+
+@pytest.mark.parametrize("policy", ["all", "host"])
+def test_a_saved_tensor_that_was_written_to_is_refused(policy: str) -> None:
+    with sl.simulate(data=2):
+        apply, params = sl.parallelize(
+            nn.Sequential(Written()),
+            [("*", "...")],
+            inputs={"input": "data ."},
+            remat=[("0", policy)],
+        )
+        parts = o.zero(o.sgd(0.1), "data", 3).shard(params)
+        with pytest.raises(sl.ShardError, match="was written to in place"):
+            sl.value_and_grad(lambda p: apply(p, torch.ones(4, 4)).sum())(parts)
+
+
 # ---------------------------------------------------------------- a loss that reads them often
 
 
