@@ -17,9 +17,10 @@ recomputation in a Transformer's block).
 import enum
 import io
 import pickle
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import optree
 import torch
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from shardlib._compat import backward_now
 from shardlib.collectives import Away
 from shardlib.errors import RuleLint, similar
 from shardlib.memory_sharing import SavedTensor, unpacked, writes
@@ -34,7 +36,8 @@ from shardlib.mesh import scope, within
 from shardlib.modules.rules import Pattern, is_pattern, matches, nearest, rule_error
 from shardlib.modules.weightless_copy import Around
 from shardlib.recompute import Kept
-from shardlib.tensor import raw_of
+from shardlib.tensor import ShardedTensor, raw_of
+from shardlib.tensor.place import Place
 
 POLICIES = ("all", "products", "full", "host")
 
@@ -202,8 +205,8 @@ class _Twin:
         return reader.load()
 
 
-# bytes, below which a move costs more than the memory it saves
 _SMALL = 4096
+"""Bytes of a rank below which a move costs more than the memory that it saves."""
 
 
 def _on_host(
@@ -220,22 +223,48 @@ def _on_host(
     if parts is None:
         weights += module.parameters()
     stay = {raw_of(w).untyped_storage()._cdata for w in weights}
-
-    def pack(x: Tensor) -> object:
-        if type(x) not in (Tensor, nn.Parameter):
-            # a checkpoint saves whole values
-            return x
-        if parts is not None and (weight := parts.weight(x)):
-            return weight
-        if x.device.type == "cpu" or x.nbytes < _SMALL or x.untyped_storage()._cdata in stay:
-            return SavedTensor(x)
-        if x.is_meta:
-            # a planned call: count nothing on the device
-            return _OnPaper(x)
-        return Away(x)
-
-    with saved_tensors_hooks(pack, unpacked):
+    with saved_tensors_hooks(partial(_packed, parts, stay), unpacked):
         return forward(*args, **kwargs)
+
+
+def _packed(parts: Any, stay: Collection[int], x: Tensor) -> Any:
+    """Return what is kept of a saved tensor.
+
+    ``parts``  the reading of parameters in parts, if they are; ``stay``  storages that stay.
+    """
+    if type(x) is ShardedTensor and x.is_stored:
+        # an input of a region inside, which is recomputed
+        return _SavedValue(_packed(parts, stay, x.raw), x.place, x.raw.requires_grad)
+    if type(x) not in (Tensor, nn.Parameter):
+        return x
+    if parts is not None and (weight := parts.weight(x)):
+        return weight
+    tier = parts and parts.room.activations
+    shares = tier.shares if tier else 1
+    small = x.nbytes < _SMALL * shares or x.layout is not torch.strided
+    # what a recomputation saves is needed at once
+    if small or x.untyped_storage()._cdata in stay or backward_now() != -1:
+        return SavedTensor(x)
+    if tier:
+        return tier.keep(x)
+    if x.device.type == "cpu":
+        return SavedTensor(x)
+    if x.is_meta:
+        # a planned call: count nothing on the device
+        return _OnPaper(x)
+    return Away(x)
+
+
+class _SavedValue(NamedTuple):
+    """A sharded value whose block is kept elsewhere."""
+
+    kept: Any
+    place: Place
+    asks: bool
+
+    def back(self) -> Tensor:
+        """Return the value."""
+        return ShardedTensor(unpacked(self.kept).detach().requires_grad_(self.asks), self.place)
 
 
 class _OnPaper:

@@ -683,6 +683,7 @@ class Room:
     ``flying``    callbacks that wait for gradient sums in transit.
     ``recorded``  whether the order of gradients is known.
     ``better``    the index of buckets in that order, until it is used.
+    ``activations``  keeps saved tensors of regions with ``remat="host"``, of parameters in tiers.
     """
 
     def __init__(self) -> None:
@@ -692,6 +693,7 @@ class Room:
         self.flying: list[Callable[[], object]] = []
         self.recorded = False
         self.better: Index | None = None
+        self.activations: Any = None
 
     def buffer(self, shape: Sequence[int], like: Tensor) -> Tensor:
         """Return a gather buffer that no tensor uses any more, or a new one."""

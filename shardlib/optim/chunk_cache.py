@@ -21,10 +21,11 @@ from shardlib.errors import ShardError
 from shardlib.mesh import Mesh
 from shardlib.optim.buckets import Bucket, Index, Memory, Room
 from shardlib.optim.norms import over_ranks
+from shardlib.tiers.activations import HostActivations
 from shardlib.tiers.buffers import Buffers, host_memory
 from shardlib.tiers.depth import Times
 from shardlib.tiers.ledger import Ledger
-from shardlib.tiers.mover import Mover, Ticket
+from shardlib.tiers.mover import Mover, Ticket, copied
 from shardlib.tiers.rows import RowStore, TierRow
 from shardlib.tiers.schedule import TRANSITIONS, State, Uses, moves
 
@@ -110,6 +111,8 @@ class TieredRoom(Room):
         self.cache = cache
         # a chunk that is loaded may send incomplete gradients to the host, too
         spare = cache.spared = weakref.WeakMethod(self.spare)
+        self.activations = cache.activations
+        self.activations.spared = spare
         self.memory = GradientMemory(cache.ledger, cache.shares, lambda n: spare()(n))  # type: ignore[misc]
         self.gathered = Buffers(cache.ledger, "device", "gathered", cache.device, cache.shares)
         cache.ledger.idle.append(weakref.WeakMethod(self.give_way))
@@ -135,6 +138,8 @@ class TieredRoom(Room):
         while nbytes > ledger.left("device") and (under_way := len(self.flying) + len(self.sent)):
             self.settle(under_way - 1)
             self.trim()
+        if nbytes > ledger.left("device"):
+            self.activations.give_way()
         self.asks = True
         ledger.free(nbytes)
         self.asks = False
@@ -145,7 +150,7 @@ class TieredRoom(Room):
 
     def trim(self) -> None:
         """Free the buffers that no tensor refers to."""
-        for pool in (self.gathered, self.cache.parts, self.memory):
+        for pool in (self.gathered, self.cache.parts, self.memory, self.activations.copies):
             pool.trim()  # type: ignore[union-attr]
 
     def give_way(self, nbytes: int) -> None:
@@ -167,7 +172,7 @@ class TieredRoom(Room):
     def send(self, name: str, out: Tensor) -> tuple[Ticket, Tensor]:
         """Post the copy of a reduced gradient to a row of the host, which is returned."""
         cache = self.cache
-        row = cache.gradients.take(out.shape, out.dtype)
+        row = cache.gradient_row(out.shape, out.dtype)
         ticket = cache.movers.gradients.submit(partial(copied, [(row, out)]), out.nbytes)
         self.sent.append((ticket, out))
         if cache.eager is None:
@@ -228,6 +233,9 @@ class ChunkCache:
         self.standing = {b.name: torch.empty((), dtype=b.dtype, device=device) for b in index}
         self.parts = Buffers(ledger, "device", "parameters", device, self.shares)
         self.gradients = Buffers(ledger, "host", "gradients", torch.device("cpu"), self.shares)
+        ways = movers.gradients, movers.loads
+        self.activations = HostActivations(ledger, device, self.shares, *ways)
+        self.activations.spare_host = partial(_trim, self.gradients)
         # frees bytes of the device for a chunk: the room's, which refers to this
         self.spared: Callable[[], Callable[[int], object] | None] = lambda: None
         self.states: dict[str, State] = {}
@@ -385,6 +393,10 @@ class ChunkCache:
         if all_of_it:
             self.room = room
 
+    def gradient_row(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return host memory for a gradient, which the ledger has while a tensor refers to it."""
+        return self.gradients.take(shape, dtype, partial(_trim, self.activations.rows))
+
     # ------------------------------------------------------------ steps
 
     def wait(self, chunk: str) -> None:
@@ -446,10 +458,8 @@ def _gradient_bytes(bucket: Bucket) -> int:
     return (2 * bucket.length + middle) * bucket.dtype.itemsize + part_bytes(bucket)
 
 
-def copied(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    with torch.no_grad():
-        for to, x in pairs:
-            to.copy_(x, non_blocking=True)
+def _trim(pool: Buffers, nbytes: int) -> None:
+    pool.trim()
 
 
 @torch.no_grad()

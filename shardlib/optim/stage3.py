@@ -72,6 +72,7 @@ class Parts(Buckets):
         try:
             with hooks, within(gathers=reading):
                 yield reading.values()
+            reading.check()
         finally:
             reading.end_forward()
 
@@ -274,6 +275,9 @@ class Reading:
         flat = self.flat.pop(one)
         self.at.pop(flat.untyped_storage()._cdata, None)
         one.forget()
+
+    def check(self) -> None:
+        """Refuse a forward that backward cannot follow."""
 
     def end_forward(self) -> None:
         """End forward: drop blocks, and without a graph the gathered buckets too."""

@@ -22,7 +22,7 @@ from torch import Tensor
 from shardlib._compat import backward_now
 from shardlib.errors import ShardError, Unsupported
 from shardlib.optim.buckets import Bucket, Index, pytree_node
-from shardlib.optim.chunk_cache import ChunkCache, Movers, TieredRoom, copied
+from shardlib.optim.chunk_cache import ChunkCache, Movers, TieredRoom
 from shardlib.optim.stage3 import (
     BucketReading,
     Gradient,
@@ -31,8 +31,8 @@ from shardlib.optim.stage3 import (
 )
 from shardlib.tensor import Facts, ShardedTensor
 from shardlib.tensor.place import Place
-from shardlib.tiers.ledger import Ledger
-from shardlib.tiers.mover import SMALL, Mover
+from shardlib.tiers.ledger import Ledger, tier_bytes
+from shardlib.tiers.mover import SMALL, Mover, copied
 from shardlib.tiers.rows import TierRow
 
 
@@ -42,7 +42,9 @@ class Tiers:
 
     ``device``  bytes for parameters, gathered buckets and gradients; what autograd saves and a
                 block's gradients, until they are in their bucket, are not counted.
-    ``host``    bytes for parameters, gradients and optimizer state.
+    ``host``    bytes for parameters, gradients, optimizer state, and what ``remat="host"`` saves.
+    ``activations``  bytes of ``host`` that are left for what ``remat="host"`` saves, where parameters
+                and state lie on a disk too.
     ``disk``    a directory for the parameters and the state that ``host`` does not hold.
     ``durable`` all of them are on the disk too, as of the last completed step.
     ``resume``  take up the durable run that is in ``disk``, if one is.
@@ -66,9 +68,10 @@ class Tiers:
     update: Literal["host"] = "host"
     depth: int | None = None
     rate: float | None = None
+    activations: float | str | None = None
 
     def __post_init__(self) -> None:
-        self.ledger  # noqa: B018  refuses sizes
+        _ = self.ledger, self.left_over  # refuses sizes
         if self.update != "host":
             raise Unsupported(
                 f"update={self.update!r}: chunks are updated on the host",
@@ -93,6 +96,11 @@ class Tiers:
         """The bytes that each tier holds."""
         more = {} if self.disk is None else {"disk": None}
         return Ledger(device=self.device, host=self.host, **more)
+
+    @property
+    def left_over(self) -> int:
+        """The bytes of the host that its rows leave for saved activations."""
+        return tier_bytes("activations", self.activations) or 0
 
     @cached_property
     def _movers(self) -> dict[torch.device, Movers]:
@@ -162,7 +170,7 @@ class TieredParts(Parts):
 
     def gradient_row(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return host memory for a gradient, which the ledger has while a tensor refers to it."""
-        return self.cache.gradients.take(shape, dtype)
+        return self.cache.gradient_row(shape, dtype)
 
     def _new_reading(self) -> Reading:
         return TieredReading(self)
@@ -227,7 +235,7 @@ class TieredGradient(Gradient):
     def leave(self) -> None:
         """Send what was added so far to the host, until more is added."""
         assert self.flat is not None
-        self.away = self.cache.gradients.take(self.flat.shape, self.flat.dtype)
+        self.away = self.cache.gradient_row(self.flat.shape, self.flat.dtype)
         self.cache.movers.gradients.submit(partial(copied, [(self.away, self.flat)])).wait()
         self.room.memory.give(self.flat)
         self.flat = None
@@ -338,6 +346,15 @@ class TieredReading(Reading):
             )
         return super().take(one, grads)
 
+    def check(self) -> None:
+        """Refuse a forward whose saved activations the host does not hold."""
+        self.cache.activations.check()
+
+    def end_forward(self) -> None:
+        """End forward, also one that raised."""
+        super().end_forward()
+        self.cache.activations.missing = 0
+
     def _forget_backward(self) -> None:
         super()._forget_backward()
         room: Any = self.room
@@ -346,5 +363,6 @@ class TieredReading(Reading):
     def end_backward(self) -> None:
         """End backward: drop all gathered buckets, and wait for gradients on their way."""
         super().end_backward()
+        self.cache.activations.settle()
         room: Any = self.room
         room.settle(0)

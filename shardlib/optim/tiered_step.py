@@ -143,7 +143,10 @@ class TieredParameters(SplitParameters):
             coord, sizes = cache.mesh.coord or {}, cache.mesh.axes
             how |= {"rank": rank_along(sizes, coord, sizes), "ranks": math.prod(sizes.values())}
         path: Any = self.tiers.disk
-        cache.store.open(rows, gradients, os.fspath(path), self.tiers.durable, how)
+        beside = gradients, self.tiers.left_over
+        cache.store.open(rows, *beside, os.fspath(path), self.tiers.durable, how)
+        if cache.store.away:
+            cache.activations.hold(cache.store.activations)
 
     def init(self, params: Tree) -> State:
         """Initialise the state of the trained parts, chunk by chunk if the transform takes one.
@@ -335,7 +338,7 @@ def _eager(
     def after() -> State:
         # what the loss does not depend on has a gradient of zero
         for name in [n for some in missing.values() for n in some]:
-            row = cache.gradients.take(cache.rows[name].shape, params[name].dtype).zero_()
+            row = cache.gradient_row(cache.rows[name].shape, params[name].dtype).zero_()
             arrived(name, cache.movers.gradients.submit(lambda: None), row)
         first = next(iter(tickets.values())).on_host()
         cache.end_step(tickets)

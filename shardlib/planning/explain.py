@@ -45,10 +45,13 @@ from shardlib.planning.constant_folding import Known
 from shardlib.planning.explanation import Explanation, Row, TierUse
 from shardlib.planning.work import Meter, Rates, StepWork
 from shardlib.tensor import ShardedTensor, Together, raw_of, settle, typeof
+from shardlib.tiers.activations import HostActivations
+from shardlib.tiers.ledger import Ledger
 from shardlib.tiers.schedule import loads as scheduled_loads
 from shardlib.tiers.timeline import step_seconds
 
 T = TypeVar("T")
+PAPER = torch.device("meta")
 Inputs = Tensor | Sequence[object] | Mapping[str, object]
 
 
@@ -204,6 +207,7 @@ class _Call(NamedTuple):
                 if backward:
                     watch.back(out, raws, together, sink)
             state = 0 if tx is None else bytes_of(tx.init(params))
+            _moved(work, params)
         work.add(t.events)
         return Explanation(
             watch.rows, dict(paper.axes), bytes_of(params), live.peak, state, saved, work=work
@@ -243,14 +247,25 @@ class _Call(NamedTuple):
         )
 
 
+def _moved(work: StepWork, params: Any) -> None:
+    """Add the bytes that parameters in tiers had saved in host memory, and fetched."""
+    activations = isinstance(params, Parts) and params.index.room.activations
+    if activations:
+        work.saved, work.fetched = activations.saved, activations.fetched
+
+
 def _in_tiers(found: Explanation, params: TieredParts, cluster: Cluster) -> Explanation:
     """Return the explanation of a step whose parameters and state are in host memory."""
     cache = params.cache
     how = cache.uses, cache.sizes, cache.room, cache.depth
     room = min(cache.room, sum(cache.sizes.values()))
     loads = scheduled_loads(*how) or []
-    loaded, sent = (sum(cache.sizes[c] for c in some) for some in (loads, cache.uses.stale))
-    host = {"parameters": found.parameters, "gradients": sent, "state": found.state}
+    loaded, gradients = (sum(cache.sizes[c] for c in some) for some in (loads, cache.uses.stale))
+    moved = int(found.work.saved), int(found.work.fetched)
+    host = {"parameters": found.parameters, "gradients": gradients, "state": found.state}
+    if kept := max(moved[0], cache.store.activations):
+        host["activations"] = kept
+    sent, loaded = gradients + moved[0], loaded + moved[1]
     store, disk = cache.store, 0
     for key, row in store.sizes.items():
         host[row.kind] -= row.nbytes * (key in store.away)
@@ -262,11 +277,11 @@ def _in_tiers(found: Explanation, params: TieredParts, cluster: Cluster) -> Expl
     use = TierUse(
         room, host, len(cache.sizes), len(loads), loaded, sent, computing,
         max(loaded, sent) / cluster.host,
-        step_seconds(*how, _by_use(cache, computing), cluster.host),
+        step_seconds(*how, _by_use(cache, computing), cluster.host, *moved),
         _largest(params, sum(host.values())), disk, *store.traffic(cache.uses.stale, loads),
     )  # fmt: skip
     # on paper the gradients stayed on the device
-    left = max(found.transient - sent, found.saved)
+    left = max(found.transient - gradients, found.saved)
     return replace(found, parameters=room, transient=left, state=0, tiers=use)
 
 
@@ -298,8 +313,11 @@ def _papers(tree: Any, paper: Mesh) -> Any:
             fix = "sl.explain(apply, params, inputs, tx=tx)"
             raise Unsupported(why, op="explain", mesh=x.mesh, fix=fix)
         # an index of its own has no memory yet, as that of a first step
-        kind = Parts if isinstance(x, TieredParts) else type(x)
-        return kind({n: on_paper(v, paper) for n, v in x.items()}, replace(x.index), paper)
+        index, kind = replace(x.index), type(x)
+        if isinstance(x, TieredParts):
+            kind = Parts
+            index.room.activations = HostActivations(Ledger(device=None, host=None), PAPER, 1)
+        return kind({n: on_paper(v, paper) for n, v in x.items()}, index, paper)
 
     buckets = lambda x: isinstance(x, Buckets)  # noqa: E731
     return optree.tree_map(one, tree, is_leaf=buckets, none_is_leaf=True)

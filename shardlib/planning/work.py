@@ -27,12 +27,15 @@ class StepWork:
     ``along``    axes -> (bytes, messages) that it receives.
     ``flops``    operations of products and attention; ``touched`` bytes that operators read and
                  write; ``calls`` how many operators run.
+    ``saved``    bytes that memory tiers copy to the host for backward; ``fetched`` those back.
     """
 
     along: dict[str, tuple[float, float]] = field(default_factory=dict)
     flops: float = 0.0
     touched: float = 0.0
     calls: float = 0
+    saved: float = 0
+    fetched: float = 0
 
     def add(self, events: Sequence[Event]) -> None:
         """Add transfers."""
@@ -52,6 +55,8 @@ class StepWork:
         self.flops += times * other.flops
         self.touched += times * other.touched
         self.calls += times * other.calls
+        self.saved += times * other.saved
+        self.fetched += times * other.fetched
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ class Ledger:
     """
 
     def __init__(self, **budget: float | str | None) -> None:
-        self.budget = {tier: _bytes(tier, most) for tier, most in budget.items()}
+        self.budget = {tier: tier_bytes(tier, most) for tier, most in budget.items()}
         self.held = {tier: Counter[str]() for tier in budget}
         self.peaks = {tier: Counter[str]() for tier in budget}
         self.peak = dict.fromkeys(budget, 0)
@@ -79,7 +79,8 @@ class Ledger:
         )
 
 
-def _bytes(tier: str, most: float | str | None) -> int | None:
+def tier_bytes(tier: str, most: float | str | None) -> int | None:
+    """Return a number of bytes that was given for a tier; None: any.  Raises: BadArgument."""
     if most is None:
         return None
     found = 0.0

@@ -109,6 +109,13 @@ class Mover:
         return ticket
 
 
+def copied(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copy each pair's second tensor to its first: the job of a mover."""
+    with torch.no_grad():
+        for to, x in pairs:
+            to.copy_(x, non_blocking=True)
+
+
 def _serve(due: SimpleQueue[Any], stream: Any, rate: float | None) -> None:
     """Run jobs until None comes."""
     # when the link is free again

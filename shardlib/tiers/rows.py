@@ -64,12 +64,12 @@ class Division(NamedTuple):
 
 
 def divided(
-    rows: Mapping[str, RowSize], budget: int, gradients: Mapping[str, int], ring: int
-) -> Division:
+    rows: Mapping[str, RowSize], budget: int, gradients: Mapping[str, int], ring: int, activations: int = 0
+) -> Division:  # fmt: skip
     """Divide the host's budget: buffers first, then gradients, then rows in their order.
 
     ``gradients``  chunk -> bytes; all of them wait for a norm, three on their way are the least.
-    ``ring``       bytes of the disk's buffers.
+    ``ring``       bytes of the disk's buffers; ``activations``  bytes that are left over.
     Raises: ShardError for a budget that has no bytes for the buffers.
 
     >>> rows = {n: RowSize(n[0], "state", 10) for n in ("a m", "a v", "b m", "b v")}
@@ -78,7 +78,7 @@ def divided(
     """
     waiting = sum(gradients.values())
     total = sum(r.nbytes for r in rows.values())
-    if total + waiting + ring <= budget:
+    if total + waiting + ring + activations <= budget:
         return Division(frozenset(), 0, 0)
     chunks, loads = dict[str, int](), dict[str, int]()
     for r in rows.values():
@@ -86,7 +86,7 @@ def divided(
         loads[r.chunk] = loads.get(r.chunk, 0) + r.nbytes * (r.kind == "parameters")
     chunk, loading = max(chunks.values()), max(loads.values())
     # a row that is read by the caller
-    beside = loading + ring + max(r.nbytes for r in rows.values())
+    beside = loading + ring + activations + max(r.nbytes for r in rows.values())
     few = sum(sorted(gradients.values())[-3:])
     # a chunk is updated, the next one read, the one before it written
     plans = [(3 * chunk, waiting), (2 * chunk, waiting), (chunk, waiting), (chunk, few)]
@@ -94,11 +94,12 @@ def divided(
     staging, left = next((fit for fit in fits if fit[1] >= 0), (0, -1))
     if left < 0:
         least = beside + chunk + few
+        more = f", activations={activations}" * bool(activations)
         raise ShardError(
-            f"the largest block's rows, three gradients and the disk's buffers need {least:,} bytes "
-            f"of host memory, which may hold {budget:,}",
+            f"the largest block's rows, three gradients, the disk's buffers and what activations are "
+            f"left need {least:,} bytes of host memory, which may hold {budget:,}",
             op="tiers",
-            fix=f"sl.optim.Tiers(host={least}, disk=path)",
+            fix=f"sl.optim.Tiers(host={least}, disk=path{more})",
         )
     away = set()
     for key, r in rows.items():
@@ -114,7 +115,8 @@ class RowStore:
 
     ``disk``     where rows lie that the host does not hold; None: it holds all.
     ``sizes``    key -> the row's chunk, kind and bytes; ``away`` the keys of those on the disk alone.
-    ``buffers``  bytes of the host for what is read ahead and written behind.
+    ``buffers``  bytes of the host for what is read ahead and written behind; ``activations``  those
+                 that its rows leave for saved activations, where some rows lie on the disk alone.
     ``notes``    of the generation that was taken up; None for a new run.
     ``bytes_read``, ``bytes_written``  from the disk and to it so far, of the ranks in this process.
     """
@@ -125,7 +127,7 @@ class RowStore:
         self.sizes: Mapping[str, RowSize] = {}
         self.away: frozenset[str] = frozenset()
         self.durable = False
-        self.buffers = 0
+        self.buffers = self.activations = 0
         self.notes: Any = None
         self.bytes_read = self.bytes_written = 0
         # rows of the updates to come; key -> a row that was read ahead
@@ -137,7 +139,8 @@ class RowStore:
         self.ends: list[threading.Event] = []
 
     def open(
-        self, rows: Mapping[str, RowSize], gradients: Mapping[str, int], path: str, durable: bool, how: Any
+        self, rows: Mapping[str, RowSize], gradients: Mapping[str, int], activations: int, path: str,
+        durable: bool, how: Any,
     ) -> None:  # fmt: skip
         """Divide the host's budget between the rows, and open the disk for the others.
 
@@ -145,15 +148,19 @@ class RowStore:
         """
         longest = max((r.nbytes for r in rows.values()), default=0)
         ring = ring_for(longest * self.shares)
-        found = divided(rows, self.ledger.left("host"), gradients, ring // self.shares)
+        beside = gradients, ring // self.shares, activations
+        found = divided(rows, self.ledger.left("host"), *beside)
         self.sizes, self.away, self.durable = rows, found.away, durable
         if not (found.away or durable):
             return
         kept = {k: r for k, r in rows.items() if durable or k in found.away}
         sizes = {k: r.nbytes * self.shares for k, r in kept.items()}
         self.buffers = ring // self.shares + found.staging + found.loading
+        if found.away:
+            self.activations = activations
         ours = [
             ("host", "buffers", self.buffers),
+            ("host", "activations", self.activations),
             *(("disk", r.kind, r.nbytes * (1 + durable)) for r in kept.values()),
         ]
         for entry in ours:

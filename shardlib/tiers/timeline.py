@@ -11,12 +11,14 @@ from shardlib.tiers.schedule import Uses, repeated
 
 
 def step_seconds(
-    uses: Uses, sizes: Mapping[str, int], room: int, depth: int, computing: Sequence[float], rate: float
+    uses: Uses, sizes: Mapping[str, int], room: int, depth: int, computing: Sequence[float],
+    rate: float, saved: float = 0.0, fetched: float = 0.0,
 ) -> float:  # fmt: skip
     """Return the seconds of a step that repeats.
 
     ``computing``  seconds of each use.
     ``rate``       bytes a second of each link.
+    ``saved``      bytes that first uses of chunks send to the host; ``fetched``  last ones get back.
 
     >>> step_seconds(Uses("abba", "ab"), {"a": 1, "b": 1}, 2, 1, [1, 1, 2, 2], 2.0)
     7.0
@@ -35,6 +37,12 @@ def step_seconds(
                     up = max(up, now) + sizes[other] / rate
                     ready[other] = up
             now = max(now, ready.get(chunk, 0.0)) + computing[at]
+            if at != last[chunk]:
+                down = max(down, now) + saved / rate / len(last)
+            elif fetched:
+                # behind the loads that are posted
+                up = max(up, now - computing[at]) + fetched / rate / len(last)
+                now = max(now, up)
             if chunk in uses.stale and at == last[chunk]:
                 down = max(down, now) + sizes[chunk] / rate
         now = max(now, down)

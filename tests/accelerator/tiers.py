@@ -13,7 +13,10 @@ from torch import nn
 
 import shardlib as sl
 from shardlib.optim import chunk_cache
+from shardlib.tiers.activations import HostActivations
 from shardlib.tiers.buffers import Buffers
+from shardlib.tiers.ledger import Ledger
+from shardlib.tiers.mover import Mover
 from tests.accelerator import pretend
 from tests.accelerator.pretend import DEVICE
 
@@ -144,13 +147,13 @@ def test_a_model_larger_than_the_device_is_begun_in_host_memory(
         assert max(most) <= budget + PART + SLACK and losses[2] < losses[0]
 
 
-def trained(device: Any, tiers: Any) -> list[Any]:
+def trained(device: Any, tiers: Any, remat: Any = (), rows: int = 4) -> list[Any]:
     """Losses and parameters of four steps."""
     torch.manual_seed(0)
     net = nn.Sequential(*[Block() for _ in range(COUNT)]).to(device)
-    x = torch.randn(4, WIDE, generator=torch.Generator().manual_seed(1), device="cpu").to(device)
+    x = torch.randn(rows, WIDE, generator=torch.Generator().manual_seed(1), device="cpu").to(device)
     with sl.simulate(data=2, device=device):
-        apply, params = sl.parallelize(net, [("*", "...")], inputs={"input": "data ."})
+        apply, params = sl.parallelize(net, [("*", "...")], inputs={"input": "data ."}, remat=remat)
         tx = o.zero(o.adamw(0.01), "data", 3, tiers=tiers)
         parts = tx.shard(params)
         state, out = tx.init(parts), []
@@ -173,3 +176,78 @@ def test_training_on_the_device_is_that_of_the_host(late: bool, budget: int | No
         pretend.late(False)
     for a, b in zip(found, want, strict=True):
         torch.testing.assert_close(torch.as_tensor(a), torch.as_tensor(b), rtol=2e-5, atol=1e-6)
+
+
+HOST = [("*", "host")]
+RECOMPUTED = [("*.up", "full"), ("*.down", "full"), *HOST]
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("remat", [HOST, RECOMPUTED])
+@pytest.mark.parametrize("rows", [64, 1024])
+def test_what_is_saved_on_the_host_comes_back_the_same(late: bool, remat: Any, rows: int) -> None:
+    """Bit for bit that of the device, with copies on streams of their own."""
+    want = trained(DEVICE, o.Tiers(), (), rows)
+    tiers = o.Tiers()
+    pretend.late(late)
+    try:
+        found = trained(DEVICE, tiers, remat, rows)
+    finally:
+        pretend.late(False)
+    assert tiers.ledger.peaks["host"]["activations"] >= COUNT * rows // 2 * WIDE * 4
+    for a, b in zip(found, want, strict=True):
+        assert torch.equal(torch.as_tensor(a), torch.as_tensor(b))
+
+
+def beside(count: int, remat: Any, monkeypatch: pytest.MonkeyPatch) -> int:
+    """The most bytes of the device beside the ledger's, at any use of a step."""
+    rows, found = 512, list[int]()
+    net = nn.Sequential(*[Block() for _ in range(count)]).to(DEVICE)
+    with sl.simulate(data=1, device=DEVICE):
+        apply, params = sl.parallelize(net, [("*", "...")], inputs={"input": "data ."}, remat=remat)
+        tiers = o.Tiers(device=20 * PART)
+        tx = o.zero(o.adamw(0.01), "data", 3, tiers=tiers)
+        parts = tx.shard(params)
+        del net, params
+        x = torch.randn(rows, WIDE, device=DEVICE)
+        gc.collect()
+        base, used = pretend.allocated(), chunk_cache.ChunkCache._use
+
+        def noted(self: Any, chunk: str) -> None:
+            used(self, chunk)
+            found.append(pretend.allocated() - tiers.ledger.held["device"].total() - base)
+
+        monkeypatch.setattr(chunk_cache.ChunkCache, "_use", noted)
+        sl.value_and_grad(lambda p: apply(p, x).square().mean(), into=tx)(parts)
+    monkeypatch.undo()
+    return max(found)
+
+
+@pytest.mark.parametrize("remat", [HOST, RECOMPUTED])
+def test_what_blocks_save_leaves_the_device(remat: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice the blocks take no more of it; without, as much more as they save."""
+    few, many = (beside(n, remat, monkeypatch) for n in (6, 12))
+    block = 2 * 512 * WIDE * 4
+    assert many <= few + 1024 <= 4 * block
+    few, many = (beside(n, [], monkeypatch) for n in (6, 12))
+    assert many - few >= 6 * block - 1024
+
+
+def test_memory_of_what_is_on_its_way_to_the_host_is_given_to_nobody() -> None:
+    ledger = Ledger(device=None, host=None)
+    host = HostActivations(ledger, DEVICE, 1, Mover("down", DEVICE), Mover("up", DEVICE))
+    pretend.late(True)
+    try:
+        found, others = [], []
+        for i in range(8):
+            x = torch.full((4096,), float(i), device=DEVICE)
+            found.append(host.keep(x))
+            del x
+            others.append(torch.zeros(4096, device=DEVICE))
+            # kernels of the default stream run now, those of the others when they are waited for
+            others[-1].sum().item()
+        got = [float(one.back().sum().item()) / 4096 for one in found[::-1]]
+    finally:
+        pretend.late(False)
+    assert got == [7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0, 0.0]
+    assert not any(float(x.sum()) for x in others)
