@@ -203,7 +203,7 @@ class Candidates:
         return axes, behind  # type: ignore[return-value]
 
 
-class Laid(Candidates):
+class RecipeLayouts(Candidates):
     """The layouts that a recipe gives a step, one of each parameter and input.
 
     >>> import torch
@@ -211,7 +211,7 @@ class Laid(Candidates):
     >>> mlp = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
     >>> step = calls_of(mlp, (torch.empty(6, 4),), lambda apply, params, x: apply(params, x).sum())
     >>> with record(x=2) as mesh:
-    ...     found = Laid(step, mesh, dict(mlp.named_parameters()), recipes.megatron1d(mlp))
+    ...     found = RecipeLayouts(step, mesh, dict(mlp.named_parameters()), recipes.megatron1d(mlp))
     >>> found.leaf("0.weight").text, found.leaf("2.bias").text, found.batches(6)
     ('x .', '.', ['.'])
     """

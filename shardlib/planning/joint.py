@@ -32,7 +32,7 @@ from shardlib.planning.candidates import (
     PIPE,
     RECIPES,
     Candidates,
-    Laid,
+    RecipeLayouts,
     recipe_meshes,
     rules_of,
     side_by_side,
@@ -285,7 +285,7 @@ class Study:
             with record(**dict(sorted(axes.items()))) as mesh:
                 if recipe:
                     rules = rules_of(recipe, self.small, mesh, self.dims)
-                    found = Laid(self.step, mesh, self.parameters, rules, self.refused)
+                    found = RecipeLayouts(self.step, mesh, self.parameters, rules, self.refused)
                 else:
                     found = Candidates(self.step, mesh, self.parameters, self.groups, self.refused)
                 self.tables[key] = Table(self.step, mesh), found

@@ -13,6 +13,7 @@ from torch import nn
 import shardlib as sl
 from shardlib.planning.joint import Question, Study, patterns
 from shardlib.planning.program import solve
+from tests.planning import brute_force
 
 CLUSTER = sl.planning.Cluster(1e12, 2e10, 1, between=sl.planning.Link(1e-4, 1e-8), bandwidth=5e9)
 
@@ -107,3 +108,11 @@ def test_patterns_match_their_numbers_and_no_others(numbers: set[int]) -> None:
     assert numbers == {n for n in range(1200) if any(fnmatchcase(str(n), p) for p in found)}
     # a run of layers is a few lines, whatever their count
     assert len(found) <= 6 or len(numbers) != max(numbers) + 1
+
+
+@pytest.mark.parametrize(
+    "seed", [4, 7, 9, 11, 12, 16, 17, 21, 22, 26, 27, 28, 29, 32, 33, 34, 35, 40, 46, 53]
+)
+def test_the_plan_of_a_drawn_graph_is_the_best_of_every_combination(seed: int) -> None:
+    case, differs = brute_force.judged(seed)
+    assert not differs, f"{case.text}: {differs}"
