@@ -24,6 +24,7 @@ from shardlib.mesh import Mesh, within
 from shardlib.opspec import Args, Kwargs
 from shardlib.pipeline.flow import INPUT, Within
 from shardlib.pipeline.forward import (
+    RESULT,
     Calls,
     Output,
     OutputSpec,
@@ -82,11 +83,9 @@ class Cut:
         return [[k for k in self.users if self.owner[k.call] == s] for s in rows]
 
     @cached_property
-    def expected(self) -> list[list[UnitCall]]:
-        """List for each stage the calls up to the last that others need, or all."""
-        order = [*self.calls]
-        ends = [max((order.index(k.call) for k in row), default=len(order)) for row in self.makes]
-        return [order[: end + 1] for end in ends]
+    def order(self) -> list[UnitCall]:
+        """List the calls, and the end of the function."""
+        return [*self.calls, RESULT]
 
     def spec(self, output: Output) -> OutputSpec:
         """Return shape and dtype of a tensor that crosses."""
@@ -129,8 +128,8 @@ def cut_of(
     ``stages``  how many, dealt so that the slowest takes as little time as possible; or the first
                 block of each, by name or as the call with which it begins.
     """
-    whole = WholeForward({})
-    calls, flow, end = whole.calls, whole.flow, Output(UnitCall("the function's result", 0), 0)
+    whole = WholeForward()
+    calls, flow, end = whole.calls, whole.flow, Output(RESULT, 0)
     with on_shapes(paper, inputs) as (known, given):
         result, reads = _result_of(whole, f, params, given)
     # parameters, and outputs and calls that depend on them: each stage makes the others itself

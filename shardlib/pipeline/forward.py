@@ -36,6 +36,10 @@ class UnitCall(NamedTuple):
         return f"{self.unit}, call {self.turn + 1}" if self.turn else self.unit
 
 
+RESULT = UnitCall("the function's result", 0)
+"""The end of a forward, after all calls."""
+
+
 class Output(NamedTuple):
     """A tensor that a call returns: leaf number ``leaf`` of its result."""
 
@@ -137,28 +141,24 @@ class AllSent(BaseException):
 
 @dataclass(eq=False)
 class UnitForward:
-    """State of one run: how often each unit was called.
+    """State of one run.
 
-    ``calls``     of units, in order.
     ``pipeline``  the module with stages that it runs, if it is known: no other is called.
     ``blocks``    runs it on blocks, which are whole on the one rank of a stage, see apply.py.
+    ``begun``     whether the module was called.
     """
 
-    calls: Calls
     pipeline: object = None
-    turns: dict[str, int] = field(default_factory=dict)
     blocks: Callable[..., Any] | None = None
-
-    def next_call(self, unit: str) -> UnitCall:
-        turn = self.turns[unit] = self.turns.get(unit, -1) + 1
-        return UnitCall(unit, turn)
+    begun: bool = False
 
     def entered(self, pipeline: object) -> None:
         """Begin a call of a module with stages.  Raises: ShardError for a second one, or another."""
-        if pipeline is None or self.turns or self.pipeline not in (None, pipeline):
+        if pipeline is None or self.begun or self.pipeline not in (None, pipeline):
             why = "a loss calls one module with stages, once, and no other module"
             fix = "loss = lambda params, *batch: apply(params, *batch).mean()"
             raise ShardError(why, op="value_and_grad", fix=fix)
+        self.begun = True
 
 
 @contextmanager
@@ -197,18 +197,19 @@ def _state(x: Tensor) -> tuple[int, int]:
 
 @dataclass(eq=False)
 class WholeForward(UnitForward):
-    """A run of every unit on shapes, which records the calls.
+    """A run of every unit on shapes, which records the calls, in order.
 
     ``drawn``  random keys drawn so far; random.py counts them.
     """
 
+    calls: Calls = field(default_factory=dict)
     flow: Dependences = field(default_factory=Dependences)
     drawn: int = 0
 
     def call(
         self, unit: str, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
-        call = self.next_call(unit)
+        call = UnitCall(unit, sum(c.unit == unit for c in self.calls))
         before, began = self.drawn, self.flow.cost
         tensors = {id(x): x for x in [*args, *kwargs.values()] if isinstance(x, Tensor)}
         given = lambda x: views.get(id(x), x)  # noqa: E731
@@ -243,7 +244,7 @@ def refuse_unregistered(call: object, leaves: Iterable[object]) -> None:
 class StageForward(UnitForward):
     """A run of the units of one stage.
 
-    ``owner``   call -> its stage; a call without one is made by every stage.
+    ``cut``     of the function, see cut.py; ``at`` the number of the next of its calls.
     ``given``   outputs of other stages that were received.
     ``wanted``  outputs that other stages need; ``found`` those computed so far.
     ``draws``   the random keys of this run, which follow the whole forward's.
@@ -252,10 +253,11 @@ class StageForward(UnitForward):
     """
 
     mesh: Mesh
-    owner: Mapping[UnitCall, int]
+    cut: Any
     number: int
     wanted: frozenset[Output]
     given: Mapping[Output, Tensor] = field(default_factory=dict)
+    at: int = 0
     found: dict[Output, Tensor] = field(default_factory=dict)
     draws: Draws | None = None
     drawn: int = 0
@@ -266,13 +268,10 @@ class StageForward(UnitForward):
         self, unit: str, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         call = self.next_call(unit)
-        if (returned := self.calls.get(call)) is None:
-            why = f"{call} was not called when the stages were cut"
-            fix = "module.eval()  # blocks that are skipped at random, as by LayerDrop, are not cut"
-            raise Unsupported(why, op="apply", mesh=self.mesh, fix=fix)
+        returned = self.cut.calls[call]
         if self.draws is not None:
             self.draws.go_to(returned.draws[0])
-        if self.owner.get(call, self.number) == self.number:
+        if self.cut.owner.get(call, self.number) == self.number:
             with hooked(m) if returned.inner else nullcontext([]) as inner:
                 out = forward(*args, **kwargs)
             self._keep(call, out, [x for _, x in inner])
@@ -282,16 +281,26 @@ class StageForward(UnitForward):
             self.draws.go_to(returned.draws[1])
         return out
 
+    def next_call(self, unit: str) -> UnitCall:
+        """Return the next call.  Raises: Unsupported where it is not of this unit."""
+        call = self.cut.order[min(self.at, len(self.cut.calls))]
+        self.at += 1
+        if call.unit != unit:
+            why = f"{call} was next when the stages were cut, and {unit} is now"
+            fix = "module.eval()  # blocks that are skipped at random, as by LayerDrop, are not cut"
+            raise Unsupported(why, op="value_and_grad", mesh=self.mesh, fix=fix)
+        return call
+
     def region(self) -> "Callable[[], StageForward]":
         """Begin a region that is recomputed; return the function that makes a run for it."""
         # the region may write to what was received, which its recomputation needs again
         self.copies = True
         # without its outputs, see recompute.py
-        bare = replace(self, turns=dict(self.turns), wanted=frozenset(), found={})
+        bare = replace(self, wanted=frozenset(), found={})
 
         def again() -> StageForward:
             draws = None if bare.draws is None else bare.draws.replaced()
-            return replace(bare, turns=dict(bare.turns), draws=draws, found={})
+            return replace(bare, draws=draws, found={})
 
         return again
 

@@ -19,12 +19,13 @@ from shardlib._compat import tree_flatten, tree_unflatten
 from shardlib.collectives import checking, pbroadcast, spans_processes, unwrap, wrap
 from shardlib.collectives.count import note
 from shardlib.collectives.point_to_point import Message, Messages
-from shardlib.errors import RankFailed, ShardError, StageFailed, Unsupported
+from shardlib.errors import RankFailed, ShardError, StageFailed
 from shardlib.grad import GradientSums, loss_block, with_block
 from shardlib.mesh import Mesh, bind, current_job, scope, within
 from shardlib.microbatches import MicroBatches
 from shardlib.pipeline.cut import Cut
 from shardlib.pipeline.forward import (
+    RESULT,
     AllSent,
     Output,
     OutputSpec,
@@ -310,9 +311,8 @@ class PipelineStep:
             given[k] = raw if self.blocks else spec.value(raw, self.inner, spec.grad)
         draws = Draws(self.inner, self.firsts[a.micro]) if self.draws else None
         stage = StageForward(
-            cut.calls, mesh=self.inner, owner=cut.owner, number=a.stage,
-            wanted=frozenset(cut.makes[a.stage]), given=given, draws=draws,
-            pipeline=self.module, ghosts=self.ghosts, blocks=self.blocks,
+            pipeline=self.module, blocks=self.blocks, mesh=self.inner, cut=cut, number=a.stage,
+            wanted=frozenset(cut.makes[a.stage]), given=given, draws=draws, ghosts=self.ghosts,
         )  # fmt: skip
         leaves = self.sums.leaves(again=self.blocks is not None)
         loss = None
@@ -324,17 +324,13 @@ class PipelineStep:
         with inside, torch.set_grad_enabled(self.train):
             try:
                 out = self.f(leaves.arguments[0], *args, **kwargs)
+                stage.next_call(RESULT.unit)
                 if a.stage == self.table.stages - 1 and self.train:
                     loss = self._add_loss(out, a.micro)
                 elif a.stage == self.table.stages - 1:
                     self.result = out
             except AllSent:
                 pass
-        calls = cut.expected[a.stage]
-        if left := [c for c in calls if stage.turns.get(c.unit, -1) < c.turn]:
-            why = f"{left[0]} was called when the stages were cut, and was skipped now"
-            fix = "module.eval()  # blocks that are skipped at random, as by LayerDrop, are not cut"
-            raise Unsupported(why, op="value_and_grad", mesh=self.mesh, fix=fix)
         made = {k: block_that_crosses(stage.found[k]) for k in cut.makes[a.stage]}
         return Forwarded(received, made, leaves.wanted, loss)
 
