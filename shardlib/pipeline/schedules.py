@@ -438,13 +438,11 @@ def _faults(s: PipelineSchedule) -> Iterator[str]:
     kinds: dict[tuple[int, int], list[str]] = defaultdict(list)
     order: dict[tuple[str, int], list[int]] = defaultdict(list)
     for rank, row in enumerate(s.tables):
+        own = [stage for stage, at in enumerate(s.ranks) if at == rank]
         for a in row:
-            if a.kind not in _HELD or a.stage not in range(s.stages):
-                yield f"rank {rank} has {a}, which is no F, B, I or W of {s.stages} stages"
-            elif a.micro not in range(s.micros):
-                yield f"rank {rank} has {a}, and there are {s.micros} micro-batches"
-            elif s.ranks[a.stage] != rank:
-                yield f"rank {rank} has {a}, whose stage is on rank {s.ranks[a.stage]}"
+            if a.kind not in _HELD or a.stage not in own or a.micro not in range(s.micros):
+                takes = f"F, B, I and W of the stages {own} and {s.micros} micro-batches"
+                yield f"rank {rank} has {a}, and takes {takes}"
             kinds[a.stage, a.micro].append(a.kind)
             order[_result(a).kind, a.stage].append(a.micro)
     for stage, micro in product(range(s.stages), range(s.micros)):
