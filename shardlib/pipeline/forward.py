@@ -78,11 +78,11 @@ class OutputSpec(NamedTuple):
         over = whole_axes(self.place.layout, mesh) if deferred else ()
         return ShardedTensor(raw, self.place._replace(mesh=mesh, deferred=frozenset(over)))
 
-
-def nan(dtype: torch.dtype, mesh: Mesh) -> Tensor:
-    """Return one element that must not be used: NaN, so that a use shows in the loss."""
-    value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
-    return torch.full((), value, dtype=dtype, device=mesh.device)
+    def nan(self, mesh: Mesh) -> Tensor:
+        """Return storage that must not be used: one NaN as all elements, so that a use shows."""
+        value = float("nan") if self.dtype.is_floating_point or self.dtype.is_complex else 0
+        one = torch.full((), value, dtype=self.dtype, device=mesh.device)
+        return one.expand(self.stored(mesh))
 
 
 def block_of_output(x: Tensor) -> Tensor:
@@ -334,9 +334,9 @@ class StageForward(UnitForward):
             return spec
         # the shape of a block, from its layout, is computed once for each output
         if (ghost := self.ghosts.get(id(spec))) is None:
-            key = stored, _ = spec.stored(self.mesh), spec.dtype
+            key = spec.stored(self.mesh), spec.dtype
             if key not in self.ghosts:
-                self.ghosts[key] = nan(spec.dtype, self.mesh).repeat(stored)
+                self.ghosts[key] = spec.nan(self.mesh).contiguous()
             ghost = self.ghosts[id(spec)] = self.ghosts[key]
         raw = ghost.detach()
         return raw if self.blocks else spec.value(raw, self.mesh)

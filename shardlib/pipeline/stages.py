@@ -30,7 +30,7 @@ from shardlib.ops.registry import Why, case_of
 from shardlib.opspec import Args, Kwargs
 from shardlib.optim.transform import Transform
 from shardlib.pipeline.cut import Cut, Params, cut_of, tells
-from shardlib.pipeline.forward import UnitCall, nan, spec_of
+from shardlib.pipeline.forward import UnitCall, spec_of
 from shardlib.pipeline.prices import StepPrices
 from shardlib.pipeline.schedules import (
     Action,
@@ -156,9 +156,8 @@ class Pipeline:
     ``whole``   all parameters of the module, as shapes.
     ``apply``   the call of the module.
     ``first``   the cut of its forward on example inputs.
-    ``cuts``    function, shapes, modes and hooks -> for each branch its cut, and the values that
-                the function asks for there, as lengths: how they are computed, and what they are.
-    ``memo``    the messages of a step's cuts; what stands for other stages' parameters on a mesh.
+    ``memo``    the cuts of a function on inputs of some shapes; the messages of a step's cuts; what
+                stands for other stages' parameters on a mesh.
     ``on_values``  whether the module calls functions of sharded values, so that blocks will not do.
     """
 
@@ -171,7 +170,6 @@ class Pipeline:
     blocks: Sequence[str]
     apply: Any = None
     first: Cut = field(init=False)
-    cuts: dict[Any, list[tuple[Cut, Answers, object]]] = field(default_factory=dict)
     memo: Memo = field(default_factory=Memo)
     on_values: bool = False
 
@@ -253,17 +251,16 @@ class Pipeline:
     def _cut_for(self, f: Callable[..., Any], key: Any, batch: MicroBatches, k: int) -> Cut:
         """Return the cut for these shapes, and the branches that these values take."""
         told = [parts[k] for parts in batch.parts if tells(parts[k])]
-        for cut, answers, values in self.cuts.get(key, ()):
+        # of each branch: its cut, and values that are asked for, how they are computed and which
+        branches: list[tuple[Cut, Answers, object]] = self.memo("cuts", key, list, 64)
+        for cut, answers, values in branches:
             if answers.of(told) == values:
                 return cut
         _refuse_in_training(self.apply.module)
-        if len(self.cuts) > 64:
-            self.cuts = {}
         begins = self.first.begins
         cut, answers = cut_of(f, self.paper, self.whole, batch[k], self.blocks, begins)
         self._refuse_unheld(cut)
-        branches = self.cuts.setdefault(key, [])[:63]
-        self.cuts[key] = [(cut, answers, answers.of(told)), *branches]
+        branches[:] = [(cut, answers, answers.of(told)), *branches[:63]]
         return cut
 
     def begins_within(self, f: Callable[..., Any], memory: float) -> Sequence[UnitCall]:
@@ -322,8 +319,7 @@ class Pipeline:
 
         def absent() -> dict[str, Tensor]:
             specs = {n: spec_of(x) for n, x in self.whole.items()}
-            ghosts = {n: nan(s.dtype, mesh).expand(s.stored(mesh)) for n, s in specs.items()}
-            return {n: specs[n].value(x, mesh) for n, x in ghosts.items()}
+            return {n: s.value(s.nan(mesh), mesh) for n, s in specs.items()}
 
         # what is kept holds the mesh, so no other has its number
         return {**self.memo("absent", id(mesh), absent), **params}

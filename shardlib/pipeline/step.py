@@ -292,7 +292,7 @@ class PipelineStep:
         shape = spec.stored(self.inner)
         if x.shape == shape and x.dtype == spec.dtype:
             return
-        fix = "apply.stages.cuts.clear()  # cuts the module as it is now"
+        fix = "apply.stages.memo.clear()  # cuts the module as it is now"
         # other ranks are told this line alone
         why = f"{expects} {spec.dtype}{[*shape]}, and it is {x.dtype}{[*x.shape]}: {fix}"
         raise self._failed(a, ShardError(why, fix=fix))

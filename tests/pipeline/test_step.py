@@ -484,7 +484,7 @@ def test_a_wrong_shape_is_told_to_all_ranks_before_it_is_sent(
     for rank in range(3):
         said = (tmp_path / str(rank)).read_text()
         failed = "StageFailed" if str(rank) == at[0] else "RankFailed"
-        assert said.startswith(f"{failed}: ") and why in said and "apply.stages.cuts" in said
+        assert said.startswith(f"{failed}: ") and why in said and "apply.stages.memo" in said
 
 
 def test_micro_batches_of_one_row_give_weights_their_gradients_later() -> None:
