@@ -106,21 +106,27 @@ class Scope(NamedTuple):
 
     def changed(self, changes: Mapping[str, Any]) -> "Scope":
         """Return the scope with other values of some fields, which may be those of a group."""
-        found: dict[str, Any] = {}
-        of_groups: dict[str, dict[str, Any]] = {}
+        found: list[Any] = [*self]
         for name, value in changes.items():
-            if (group := _GROUP_OF.get(name)) is None:
-                found[name] = value
+            at, of_group = _AT[name]
+            if of_group is None:
+                found[at] = value
             else:
-                of_groups.setdefault(group, {})[name] = value
-        for group, fields in of_groups.items():
-            found[group] = getattr(self, group)._replace(**fields)
-        return self._replace(**found)
+                group = [*found[at]]
+                group[of_group] = value
+                found[at] = _new(type(found[at]), group)
+        return _new(Scope, found)
 
 
 _NOTHING = Scope()
-_GROUPS = {"policy": Policy, "listeners": Listeners, "call": CallState, "random": RandomState}
-_GROUP_OF = {field: group for group, kind in _GROUPS.items() for field in kind._fields}
+# a third of the time of _replace; bind runs on every operator
+_new = tuple.__new__
+# name of a field -> its place in the scope, or that of its group and its place there
+_AT: Mapping[str, tuple[int, int | None]] = {n: (i, None) for i, n in enumerate(Scope._fields)} | {
+    n: (at, i)
+    for at, group in enumerate(_NOTHING)
+    for i, n in enumerate(getattr(group, "_fields", ()))
+}
 _NOW: ContextVar[Scope] = ContextVar("shardlib.scope", default=_NOTHING)
 
 
@@ -223,6 +229,4 @@ class bind(within):
         return given
 
 
-# a third of the time of _replace; bind runs on every operator
-_new = tuple.__new__
 _NO_MESH = _NOTHING[1:]

@@ -178,6 +178,11 @@ def hooked(m: nn.Module) -> Iterator[list[tuple[str, Any]]]:
             h.remove()
 
 
+def _results(out: Any, inner: Sequence[tuple[str, Any]]) -> Any:
+    """Return the result of a call, with the outputs that hooks take inside it if there are any."""
+    return (out, *(x for _, x in inner)) if inner else out
+
+
 def _view(x: Any) -> Any:
     """Return a tensor as an object of its own in the same memory, any other value as it is.
 
@@ -220,7 +225,7 @@ class WholeForward(UnitForward):
             out = type(out)(map(_view, out)) if type(out) in (tuple, list) else _view(out)
             for at in (at for at, x in views.items() if _state(x) != states[at]):
                 self.flow.write(raw_of(tensors[at]))
-            leaves, tree = tree_flatten((out, [x for _, x in inner]))
+            leaves, tree = tree_flatten(_results(out, inner))
             refuse_unregistered(call, leaves)
             for i, x in enumerate(leaves):
                 if isinstance(x, Tensor):
@@ -274,7 +279,7 @@ class StageForward(UnitForward):
         if self.cut.owner.get(call, self.number) == self.number:
             with hooked(m) if returned.inner else nullcontext([]) as inner:
                 out = forward(*args, **kwargs)
-            self._keep(call, out, [x for _, x in inner])
+            self._keep(call, _results(out, inner))
         else:
             out = self._left_out(call, m, returned)
         if self.draws is not None:
@@ -283,12 +288,12 @@ class StageForward(UnitForward):
 
     def next_call(self, unit: str) -> UnitCall:
         """Return the next call.  Raises: Unsupported where it is not of this unit."""
-        call = self.cut.order[min(self.at, len(self.cut.calls))]
-        self.at += 1
+        call = self.cut.order[self.at]
         if call.unit != unit:
             why = f"{call} was next when the stages were cut, and {unit} is now"
             fix = "module.eval()  # blocks that are skipped at random, as by LayerDrop, are not cut"
             raise Unsupported(why, op="value_and_grad", mesh=self.mesh, fix=fix)
+        self.at += 1
         return call
 
     def region(self) -> "Callable[[], StageForward]":
@@ -304,7 +309,7 @@ class StageForward(UnitForward):
 
         return again
 
-    def _keep(self, call: UnitCall, *results: Any) -> None:
+    def _keep(self, call: UnitCall, results: Any) -> None:
         """Keep what is wanted of a call's results; break the run off if they were the last."""
         if own := [k for k in self.wanted if k.call == call]:
             leaves = tree_flatten(results)[0]
@@ -317,7 +322,8 @@ class StageForward(UnitForward):
     def _left_out(self, call: UnitCall, m: nn.Module, returned: Returned) -> Any:
         """Return the result of a call of another stage, and give its submodules' hooks theirs."""
         leaves = [self._leaf(Output(call, i), x) for i, x in enumerate(returned.leaves)]
-        out, inner = tree_unflatten(leaves, returned.tree)
+        results = tree_unflatten(leaves, returned.tree)
+        out, *inner = results if returned.inner else (results,)
         for path, x in zip(returned.inner, inner, strict=True):
             sub, unsent = m.get_submodule(path), _Unsent()
             unsent.path = f"{call.unit}.{path}"

@@ -351,7 +351,7 @@ class PipelineStep:
         later = WeightGradients(kept.leaves) if split else None
         if ends:
             roots, grads = zip(*ends, strict=True)
-            with within(later=later):
+            with within(later=later) if later else nullcontext():
                 self.sums.backward(kept.leaves, roots, grads, [*kept.received.values()], split)
         for label, source in self.traffic.sends[a]:
             x = kept.received[label.output]

@@ -429,7 +429,7 @@ def test_a_setting_is_changed_by_its_own_name_and_the_others_stay() -> None:
         with within(keys=[3], budget=None):
             assert scope().random.keys == [3] and scope().policy == now.policy._replace(budget=None)
             assert scope().mesh is mesh and scope().call is now.call
-    with pytest.raises(ValueError, match="unexpected field"), within(unheard_of=1):
+    with pytest.raises(KeyError, match="unheard_of"), within(unheard_of=1):
         pass
 
 
