@@ -5,7 +5,7 @@ what runs: operations, bytes moved inside a stage, and tensors that a forward ke
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -23,7 +23,6 @@ from shardlib.pipeline.cut import Cut, Inputs, cut_of, on_shapes
 from shardlib.pipeline.forward import UnitCall, block_of_output
 from shardlib.pipeline.schedules import Action, PipelineSchedule, timeline
 from shardlib.pipeline.step import PipelineStep, Traffic, last_gradients
-from shardlib.pipeline.units import fitting
 from shardlib.planning.cluster import Cluster
 from shardlib.planning.explain import CallRecorder, bytes_of, sink_of
 from shardlib.planning.explanation import PipelineExplanation, PlaceCost, StageCost
@@ -200,12 +199,6 @@ class StepPrices:
         cut, _ = cut_of(self.f, p.paper, p.whole, self.batch[0], p.blocks, begins)
         return cut, self.explained(table, [cut] * table.micros)
 
-    def fitting(
-        self, table: PipelineSchedule, chain: Mapping[UnitCall, float]
-    ) -> Callable[[float], tuple[list[UnitCall], list[int]]]:
-        """Return the search of the fastest cut in which no rank holds more, see ``units``."""
-
-        def peaks(begins: Sequence[UnitCall]) -> list[int]:
-            return [p.peak for p in self.cut_at(table, begins)[1].places]
-
-        return fitting(chain, table.ranks, peaks)
+    def peaks(self, table: PipelineSchedule, begins: Sequence[UnitCall]) -> list[int]:
+        """Return the bytes that each rank holds where stages begin so."""
+        return [p.peak for p in self.cut_at(table, begins)[1].places]

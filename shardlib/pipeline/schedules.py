@@ -316,14 +316,13 @@ def _numbered(actions: Iterable[str], own: Sequence[int]) -> Row:
     for text in filter(None, actions):
         kind, stages = text[0], [own[int(n)] for n in [text[1:]] if n] or own
         if kind == "W":
-            row.append(next(a for a in late if a.stage in stages))
-            late.remove(row[-1])
-            row[-1] = row[-1]._replace(kind="W")
-            continue
-        row.append(Action(kind, stages[0], counts[kind == "F", stages[0]]))
-        counts[kind == "F", stages[0]] += 1
+            late.remove(a := next(a for a in late if a.stage in stages))
+        else:
+            a = Action(kind, stages[0], counts[kind == "F", stages[0]])
+            counts[kind == "F", stages[0]] += 1
         if kind == "I":
-            late.append(row[-1])
+            late.append(a)
+        row.append(a._replace(kind=kind))
     return row
 
 

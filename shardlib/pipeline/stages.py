@@ -8,7 +8,7 @@ its inputs.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import optree
@@ -40,7 +40,7 @@ from shardlib.pipeline.schedules import (
     schedule,
 )
 from shardlib.pipeline.step import PipelineStep, Traffic
-from shardlib.pipeline.units import blocks_of, units_of
+from shardlib.pipeline.units import blocks_of, fitting, units_of
 from shardlib.planning.cluster import Cluster, cluster_of
 from shardlib.planning.constant_folding import Answers
 from shardlib.planning.explain import Inputs, call_of_stages, on_paper
@@ -276,8 +276,8 @@ class Pipeline:
             why = "memory= takes cut='auto', and as example= the arguments for a micro-batch"
             raise _error(why, mine)
         batch = MicroBatches(*called_with(how.example), 1, stage=self.inner)
-        prices = StepPrices(self, f, batch, cluster_of("h100"))
-        within = prices.fitting(self._table(2 * size), self.first.chain)
+        peaks = partial(StepPrices(self, f, batch, cluster_of("h100")).peaks, self._table(2 * size))
+        within = fitting(self.first.chain, self.ranks, peaks)
         found, held = within(memory)
         if found:
             return found
@@ -397,7 +397,7 @@ def _schedules(
         verdicts.append((name, said.summary(memory)))
         if said.peak <= memory:
             continue
-        if at := prices.fitting(table, cut.chain)(memory)[0]:
+        if at := fitting(cut.chain, table.ranks, partial(prices.peaks, table))(memory)[0]:
             names = [str(c) for c in at]
             found[f"cut={names}, {text}"] = said = prices.cut_at(table, at)[1]
             verdicts.append((f"{name} cut at {', '.join(names)}", said.summary(memory)))
