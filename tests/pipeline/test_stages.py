@@ -104,16 +104,35 @@ class _Worded(nn.Module):
         return self.head(x)
 
 
+def _within(**how: Any) -> tuple[Any, Any, torch.Tensor]:
+    """A module of unlike blocks in stages, and a micro-batch."""
+    model, ids = _Worded([64, 128, 256, 64, 128, 16]), torch.zeros(8, 4, dtype=torch.int64)
+    stages, inputs = sl.Stages("pipe", example=(ids,), **how), {"ids": "data ."}
+    return *sl.parallelize(model, [("*", "...")], inputs=inputs, stages=stages), ids
+
+
+def _begins(**how: Any) -> tuple[str, ...]:
+    return tuple(map(str, _within(**how)[0].stages.first.begins))
+
+
 def _cut_of(pipe: int = 3, **how: Any) -> tuple[tuple[str, ...], list[float], Any]:
     """Where stages begin, the seconds of each block, and a step of micro-batches as the example."""
-    model, ids = _Worded([64, 128, 256, 64, 128, 16]), torch.zeros(8, 4, dtype=torch.int64)
     with sl.simulate(pipe=pipe, data=2):
-        stages = sl.Stages("pipe", example=(ids,), **how)
-        inputs = {"ids": "data ."}
-        apply, params = sl.parallelize(model, [("*", "...")], inputs=inputs, stages=stages)
+        apply, params, ids = _within(**how)
         said = sl.explain(apply, params, ids.repeat(2 * pipe, 1), microbatches=2 * pipe)
     first = apply.stages.first
     return tuple(map(str, first.begins)), [*first.chain.values()], said
+
+
+def test_all_ranks_find_the_cut_within_a_memory_that_simulated_ones_find(pool: Any) -> None:
+    with sl.simulate(pipe=2, data=2):
+        found = _zbv_begins(180_000)
+        assert found != _begins(schedule="zbv")
+    assert pool.run(_zbv_begins, 180_000, pipe=2, data=2) == [found] * 4
+
+
+def _zbv_begins(memory: int) -> tuple[str, ...]:
+    return _begins(schedule="zbv", memory=memory)
 
 
 @pytest.mark.parametrize(
