@@ -60,7 +60,7 @@ MISTAKES: list[tuple[str, Callable[[], Any], str, str, dict[str, Callable[[], An
     ("a rule of other dimensions", lambda: sl.parallelize(torch.nn.Linear(3, 5), [("*", ". .")]), "RankMismatch", "the rule of parameter 'bias' does not fit it", {"module": lambda: torch.nn.Linear(3, 5), "rules": lambda: [("weight", "...")]}),
     ("a rule with no layout", lambda: sl.parallelize(torch.nn.Linear(2, 2), [("weight",)]), "RuleLint", "a rule is (pattern, layout)", {"module": lambda: torch.nn.Linear(2, 2)}),
     ("nothing to plan for", lambda: sl.choose(torch.nn.ReLU(), torch.ones(4, 4), ranks=4), "BadArgument", "no parameters", {}),
-    ("no ranks to choose for", lambda: sl.choose(torch.nn.Linear(8, 8), torch.ones(8, 8), ranks=0), "BadArgument", "ranks=0", {"model": lambda: torch.nn.Embedding(64, 8)}),
+    ("no ranks to choose for", lambda: sl.choose(torch.nn.Embedding(64, 8), torch.arange(8)[:, None], ranks=0), "BadArgument", "ranks=0", {"model": lambda: torch.nn.Embedding(64, 8), "ids": lambda: torch.arange(8)[:, None]}),
     ("bytes that are no number", lambda: sl.saving("all").__enter__(), "ShardError", "a number of bytes", {}),
     ("elementwise of other splits", lambda: s("rows .", 4, 4) + s("y .", 4, 4), "ImplicitCommunication", "bytes per rank would move unasked", {"x": lambda: s("rows .", 4, 4), "y": lambda: s("y .", 4, 4)}),
     ("pending sum in gelu", lambda: F.gelu(s(". . + sum(y)", 4, 4)), "PartialEscape", "the sum over y is still pending", {"x": lambda: s(". . + sum(y)", 4, 4)}),
