@@ -159,10 +159,16 @@ class Plan(Strategy):
         stage = 2
         """
         rows = str(Layout.parse(self.inputs[0]).dims[0])
+        data: dict[str, Any] = {"layout": f"{rows} ...", "batch": self.asked.rows}
+        layout: dict[str, Any] = {"pad": True, "rules": self.rules}
+        if self.recipe:
+            # it says how tokens and labels lie, too
+            del data["layout"]
+            layout = {"recipe": self.recipe, "pad": True}
         tables = {
             "mesh": dict(self.mesh),
-            "data": {"layout": f"{rows} ...", "batch": self.asked.rows},
-            "layout": {"pad": True, "rules": self.rules},
+            "data": data,
+            "layout": layout,
             "stages": {"axis": PIPE} if self.pipe > 1 else {},
             "optimizer.zero": dict(self.zero),
             "remat": dict(self.remat),

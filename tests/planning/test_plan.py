@@ -144,8 +144,12 @@ def test_fewer_rows_than_ranks_are_split_along_the_sequence() -> None:
     assert losses(found.mesh, model, found, batch) == pytest.approx(want, abs=1e-12)
 
 
-@pytest.mark.parametrize("memory", ["500KB", "700KB"])
-def test_what_is_written_as_a_file_trains_as_one_process_does(memory: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("memory", "recipes"), [("500KB", None), ("700KB", None), ("9MB", "cube3d"), ("9MB", "ring")]
+)
+def test_what_is_written_as_a_file_trains_as_one_process_does(
+    memory: str, recipes: str | None, tmp_path: Path
+) -> None:
     """The tables of a plan, in the file of a run; the first budget is the least, nearly."""
     run = """
 [model]
@@ -158,7 +162,9 @@ lr = 1e-3
 [log]
 every = 1
 """
-    found = sl.plan(Words(), GIVEN, ranks=2, memory=memory, cluster=CLUSTER, loss=loss)
+    how: dict[str, Any] = {"recipes": [recipes]} if recipes else {}
+    found = sl.plan(Words(), GIVEN, ranks=2, memory=memory, cluster=CLUSTER, loss=loss, **how)
+    assert found.recipe == (recipes or "")
     alone = '[data]\nbatch = 8\n[mesh]\na = 1\n[layout]\nrules = [["*", "..."]]'
     losses = []
     for name, text in {"planned": found.toml(), "alone": alone}.items():
