@@ -5,7 +5,7 @@ a plan for 512 ranks takes as long as one for two.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from shardlib.collectives import Event, Trace, trace
 from shardlib.cost import lower_bound
+from shardlib.dtypes import wider
 from shardlib.errors import ShardError, Unsupported, user_line
 from shardlib.grad import (
     GradientSums,
@@ -47,8 +48,9 @@ from shardlib.planning.work import Meter, Rates, StepWork
 from shardlib.tensor import ShardedTensor, Together, raw_of, settle, typeof
 from shardlib.tiers.activations import HostActivations
 from shardlib.tiers.ledger import Ledger
+from shardlib.tiers.schedule import Uses
 from shardlib.tiers.schedule import loads as scheduled_loads
-from shardlib.tiers.timeline import step_seconds
+from shardlib.tiers.timeline import backward_uses, step_seconds
 
 T = TypeVar("T")
 PAPER = torch.device("meta")
@@ -98,10 +100,6 @@ def explain(
         raise ShardError("no parameter is sharded", op="explain", fix=fix)
     own = leaves[0].mesh
     check_parts(microbatches)
-    if microbatches is not None and isinstance(params, TieredParts):
-        why = "of parameters in memory tiers, a step of one batch is explained"
-        fix = "sl.explain(apply, params, inputs, tx=tx)"
-        raise Unsupported(why, op="explain", mesh=own, fix=fix)
     if staged_mesh(params) is not None:
         pipeline, batch = call_of_stages(apply, params, inputs, microbatches or 1)
         parts = hasattr(params, "opened")
@@ -116,7 +114,7 @@ def explain(
             how = tx, paths, backward, microbatches
             found = planned(call.rehearse, lambda: call.explain(*how))
             if isinstance(params, TieredParts):
-                return _in_tiers(found, params, cluster_of(cluster))
+                return _in_tiers(found, params, cluster_of(cluster), microbatches)
             return found
         except ShardError:
             raise
@@ -207,7 +205,7 @@ class _Call(NamedTuple):
                 if backward:
                     watch.back(out, raws, together, sink)
             state = 0 if tx is None else bytes_of(tx.init(params))
-            _moved(work, params)
+            work.move(*_moved(params))
         work.add(t.events)
         return Explanation(
             watch.rows, dict(paper.axes), bytes_of(params), live.peak, state, saved, work=work
@@ -232,11 +230,13 @@ class _Call(NamedTuple):
                 batch = MicroBatches(args, kwargs, count)
                 for k in sorted({0, min(1, count - 1), count - 1}):
                     live.work, events, rows = StepWork(), len(t.events), len(watch.rows)
+                    before = _moved(params)
                     accumulate(loss, batch, k, sums)
                     if k == count - 1:
                         watch.counted(sums.finish)
                     watch.turn(None)
                     live.work.add(t.events[events:])
+                    live.work.move(*(a - b for a, b in zip(_moved(params), before, strict=True)))
                     times = count - 2 if 0 < k < count - 1 else 1
                     work.join(live.work, times)
                     watch.rows += watch.rows[rows:] * (times - 1)
@@ -247,25 +247,38 @@ class _Call(NamedTuple):
         )
 
 
-def _moved(work: StepWork, params: Any) -> None:
-    """Add the bytes that parameters in tiers had saved in host memory, and fetched."""
-    activations = isinstance(params, Parts) and params.index.room.activations
-    if activations:
-        work.saved, work.fetched = activations.saved, activations.fetched
+def _moved(params: Any) -> tuple[int, int]:
+    """Return the bytes that parameters in tiers had saved in host memory, and fetched, so far."""
+    if not isinstance(params, Parts) or not params.index.room.activations:
+        return 0, 0
+    activations = params.index.room.activations
+    return activations.saved, activations.fetched
 
 
-def _in_tiers(found: Explanation, params: TieredParts, cluster: Cluster) -> Explanation:
-    """Return the explanation of a step whose parameters and state are in host memory."""
-    cache = params.cache
-    how = cache.uses, cache.sizes, cache.room, cache.depth
+def _in_tiers(
+    found: Explanation, params: TieredParts, cluster: Cluster, count: int | None
+) -> Explanation:
+    """Return the explanation of a step whose parameters and state are in host memory.
+
+    ``count``  of micro-batches, each of which reads all blocks, and sends gradients that are added up.
+    """
+    cache, times = params.cache, count or 1
+    order = cache.uses.order
+    if cache.rounds * (once := order[: len(order) // cache.rounds]) == order:
+        order = once
+    uses = Uses(order * times, cache.uses.stale)
+    how = uses, cache.sizes, cache.room, cache.depth
     room = min(cache.room, sum(cache.sizes.values()))
     loads = scheduled_loads(*how) or []
-    loaded, gradients = (sum(cache.sizes[c] for c in some) for some in (loads, cache.uses.stale))
+    loaded, gradients = (sum(cache.sizes[c] for c in some) for some in (loads, uses.stale))
     moved = int(found.work.saved), int(found.work.fetched)
-    host = {"parameters": found.parameters, "gradients": gradients, "state": found.state}
-    if kept := max(moved[0], cache.store.activations):
+    held = gradients
+    if count is not None:
+        held += _sums(cache, uses.stale, count)
+    host = {"parameters": found.parameters, "gradients": held, "state": found.state}
+    if kept := max(moved[0] // times, cache.store.activations):
         host["activations"] = kept
-    sent, loaded = gradients + moved[0], loaded + moved[1]
+    sent, loaded = times * gradients + moved[0], loaded + moved[1]
     store, disk = cache.store, 0
     for key, row in store.sizes.items():
         host[row.kind] -= row.nbytes * (key in store.away)
@@ -274,22 +287,33 @@ def _in_tiers(found: Explanation, params: TieredParts, cluster: Cluster) -> Expl
         host["buffers"] = store.buffers
     rates = Rates(cluster.links(found.mesh), cluster.flops, cluster.bandwidth)
     computing = rates.seconds(found.work)
+    by_use = _by_use(uses, cache.sizes, times, computing)
     use = TierUse(
         room, host, len(cache.sizes), len(loads), loaded, sent, computing,
         max(loaded, sent) / cluster.host,
-        step_seconds(*how, _by_use(cache, computing), cluster.host, *moved),
-        _largest(params, sum(host.values())), disk, *store.traffic(cache.uses.stale, loads),
+        step_seconds(*how, by_use, cluster.host, *moved, times),
+        _largest(params, sum(host.values())), disk, *store.traffic(uses.stale, loads),
     )  # fmt: skip
     # on paper the gradients stayed on the device
-    left = max(found.transient - gradients, found.saved)
+    left = max(found.transient - held, found.saved)
     return replace(found, parameters=room, transient=left, state=0, tiers=use)
 
 
-def _by_use(cache: ChunkCache, seconds: float) -> list[float]:
-    """Split the seconds of a step over its uses by bytes; backward, the last use, counts twice."""
-    order = cache.uses.order
-    last = {chunk: at for at, chunk in enumerate(order)}
-    shares = [cache.sizes[c] * (1 + (at == last[c])) for at, c in enumerate(order)]
+def _sums(cache: ChunkCache, chunks: Collection[str], count: int) -> int:
+    """Count the bytes of the host for sums of gradients, beside those of one micro-batch.
+
+    Those of half precision are added up in fp32; of others, the first gradient is the sum.
+    """
+    rows = [cache.rows[b.name] for c in chunks for b in cache.chunks[c]]
+    wide = sum(r.shape.numel() * wider(r.dtype).itemsize for r in rows if wider(r.dtype) != r.dtype)
+    same = sum(r.shape.numel() * r.dtype.itemsize for r in rows if wider(r.dtype) == r.dtype)
+    return (wide + same * (count > 1)) // cache.shares
+
+
+def _by_use(uses: Uses, sizes: Mapping[str, int], rounds: int, seconds: float) -> list[float]:
+    """Split the seconds of a step over its uses by bytes; those of backward count twice."""
+    ends = backward_uses(uses.order, rounds)
+    shares = [sizes[c] * (1 + (at in ends)) for at, c in enumerate(uses.order)]
     return [seconds * share / sum(shares) for share in shares]
 
 

@@ -48,6 +48,11 @@ class StepWork:
         had = self.along.get(at, (0.0, 0.0))
         self.along[at] = had[0] + nbytes, had[1] + messages
 
+    def move(self, saved: float, fetched: float) -> None:
+        """Add bytes that memory tiers save in host memory for backward, and fetch."""
+        self.saved += saved
+        self.fetched += fetched
+
     def join(self, other: "StepWork", times: float = 1) -> None:
         """Add the work of a part that runs so many times, or as a share of ranks."""
         for axes, (nbytes, messages) in other.along.items():

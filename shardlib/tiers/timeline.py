@@ -12,19 +12,20 @@ from shardlib.tiers.schedule import Uses, repeated
 
 def step_seconds(
     uses: Uses, sizes: Mapping[str, int], room: int, depth: int, computing: Sequence[float],
-    rate: float, saved: float = 0.0, fetched: float = 0.0,
+    rate: float, saved: float = 0.0, fetched: float = 0.0, rounds: int = 1,
 ) -> float:  # fmt: skip
     """Return the seconds of a step that repeats.
 
     ``computing``  seconds of each use.
     ``rate``       bytes a second of each link.
-    ``saved``      bytes that first uses of chunks send to the host; ``fetched``  last ones get back.
+    ``saved``      bytes that forward sends to the host; ``fetched``  those that backward gets back.
+    ``rounds``     how often the order has a forward and a backward: of micro-batches.
 
     >>> step_seconds(Uses("abba", "ab"), {"a": 1, "b": 1}, 2, 1, [1, 1, 2, 2], 2.0)
     7.0
     """
     plan = repeated(uses, sizes, room, depth) or []
-    last = {chunk: at for at, chunk in enumerate(uses.order)}
+    last = backward_uses(uses.order, rounds)
     now, ends = 0.0, [0.0]
     up = down = 0.0
     # when each chunk's copy is there
@@ -37,14 +38,24 @@ def step_seconds(
                     up = max(up, now) + sizes[other] / rate
                     ready[other] = up
             now = max(now, ready.get(chunk, 0.0)) + computing[at]
-            if at != last[chunk]:
+            if at not in last:
                 down = max(down, now) + saved / rate / len(last)
             elif fetched:
                 # behind the loads that are posted
                 up = max(up, now - computing[at]) + fetched / rate / len(last)
                 now = max(now, up)
-            if chunk in uses.stale and at == last[chunk]:
+            if chunk in uses.stale and at in last:
                 down = max(down, now) + sizes[chunk] / rate
         now = max(now, down)
         ends.append(now)
     return ends[2] - ends[1]
+
+
+def backward_uses(order: Sequence[str], rounds: int) -> set[int]:
+    """Return the positions of each chunk's last use in each round: those of its backward.
+
+    >>> sorted(backward_uses("abba" * 2, 2))
+    [2, 3, 6, 7]
+    """
+    length = len(order) // rounds
+    return set({(at // length, chunk): at for at, chunk in enumerate(order)}.values())

@@ -136,6 +136,42 @@ def test_an_explanation_says_what_is_held_and_loaded(mesh: Any, more: int) -> No
         assert said.host == dict(tiers.ledger.peaks["host"])
 
 
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("more", [0, 2, None])
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_an_explanation_of_micro_batches_says_what_their_step_moves(
+    mesh: Any, more: int | None, count: int
+) -> None:
+    """Before the first step, and after steps of one batch."""
+    dtype = torch.bfloat16 if count == 2 else torch.float32
+    budget = None
+    if more is not None:
+        budget = least(mesh, dtype) + more * block_bytes(mesh, dtype)
+    with sl.simulate(**mesh):
+        torch.manual_seed(0)
+        apply, params = sl.parallelize(Blocks(4).to(dtype), RULES, inputs={"x": "data ."})
+        tiers = o.Tiers(device=budget, depth=2)
+        tx = o.zero(o.adamw(0.01), "data", 3, master="fp32", tiers=tiers)
+        parts = tx.shard(params)
+        x = torch.randn(8, WIDE).to(dtype)
+        said = sl.explain(apply, parts, x, tx=tx, microbatches=count).tiers
+        state, links, moved = tx.init(parts), parts.cache.movers[:2], []
+        vg = sl.value_and_grad(apply, into=tx, microbatches=count)
+        for _ in range(3):
+            before = parts.cache.loads, *(m.moved for m in links)
+            _, grads = vg(parts, x)
+            after = parts.cache.loads, *(m.moved for m in links)
+            moved = [b - a for a, b in zip(before, after, strict=True)]
+            parts, state, _ = o.step(tx, parts, grads, state)
+            del grads
+        assert said is not None and said.host == dict(tiers.ledger.peaks["host"])
+        shares = parts.cache.shares
+        assert moved == [said.loads, shares * said.loaded, shares * said.sent]
+        again = sl.explain(apply, parts, x, tx=tx).tiers
+        assert again is not None
+        assert again.sent * count == said.sent and again.loads <= said.loads
+
+
 # ---------------------------------------------------------------- what it composes with
 
 

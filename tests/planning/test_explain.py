@@ -229,14 +229,6 @@ def test_what_is_no_number_of_micro_batches_is_refused(count: Any) -> None:
             sl.explain(apply, params, torch.ones(4, 4), microbatches=2)
 
 
-def test_micro_batches_in_memory_tiers_are_refused() -> None:
-    with sl.simulate(data=1):
-        _, params = sl.parallelize(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), [("*", "...")])
-        tx = sl.optim.zero(sl.optim.sgd(0.1), "data", 3, tiers=sl.optim.Tiers())
-        with pytest.raises(sl.errors.Unsupported, match="a step of one batch"):
-            sl.explain(lambda p: p, tx.shard(params), tx=tx, microbatches=2)
-
-
 def first_steps_of_own_parts() -> list[tuple[bool, float]]:
     """(whether bytes are those on paper, counted peak over paper's) of weights that data splits."""
     found, x = [], sl.shard(torch.ones(64, 64), "data .")
