@@ -69,8 +69,7 @@ class GradientMemory(ExactMemory):
     def __init__(self, ledger: Ledger, shares: int, spare: Callable[[int], object]) -> None:
         super().__init__()
         self.ledger, self.shares, self.spare = ledger, shares, spare
-        self.entered: list[int] = []
-        weakref.finalize(self, _leave_all, ledger, self.entered).atexit = False
+        self.entries = ledger.entries_of(self)
 
     def _made(self, n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         nbytes = n * dtype.itemsize // self.shares
@@ -79,7 +78,7 @@ class GradientMemory(ExactMemory):
         if nbytes > self.ledger.left("device"):
             self.spare(nbytes)
         self.ledger.enter("device", "gradients", nbytes)
-        self.entered.append(nbytes)
+        self.entries.append(("device", "gradients", nbytes))
         with torch.inference_mode(False):
             return torch.empty(n, dtype=dtype, device=device)
 
@@ -87,20 +86,16 @@ class GradientMemory(ExactMemory):
         """Free the vectors that are not lent."""
         for rows in self.free.values():
             for t in rows:
-                self.entered.remove(t.nbytes // self.shares)
-                self.ledger.leave("device", "gradients", t.nbytes // self.shares)
+                entry = "device", "gradients", t.nbytes // self.shares
+                self.entries.remove(entry)
+                self.ledger.leave(*entry)
             rows.clear()
 
     def forget(self) -> None:
         """Remove what was lent to a backward that raised."""
         self.trim()
-        _leave_all(self.ledger, self.entered)
+        self.ledger.leave_all(self.entries)
         self.lent.clear()
-
-
-def _leave_all(ledger: Ledger, entered: list[int]) -> None:
-    while entered:
-        ledger.leave("device", "gradients", entered.pop())
 
 
 class TieredRoom(Room):

@@ -121,19 +121,6 @@ class SavedActivation:
     ``before``  returns the one that was saved before it, if that is alive.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "before",
-        "coming",
-        "copy",
-        "like",
-        "nbytes",
-        "near",
-        "of",
-        "row",
-        "sent",
-    )  # fmt: skip
-
     def __init__(
         self, of: HostActivations, x: Tensor, before: "Callable[[], SavedActivation | None]"
     ) -> None:

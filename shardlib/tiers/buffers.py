@@ -6,10 +6,7 @@ limit on a process's private memory (RLIMIT_DATA) counts, so that this is the de
 
 import math
 import mmap
-import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,7 +53,7 @@ class Buffers:
         self.held: list[Tensor] = []
         # number of a storage -> the last job that uses it
         self.jobs: dict[int, Ticket] = {}
-        weakref.finalize(self, _leave_all, ledger, tier, kind, self.held, shares).atexit = False
+        self.entries = ledger.entries_of(self)
 
     def take(
         self, shape: Sequence[int], dtype: torch.dtype, spare: Callable[[int], object] | None = None
@@ -77,6 +74,7 @@ class Buffers:
         if spare is not None and nbytes > self.ledger.left(self.tier):
             spare(nbytes)
         self.ledger.enter(self.tier, self.kind, nbytes)
+        self.entries.append((self.tier, self.kind, nbytes))
         made = self._make(n, dtype)
         self.held.append(made)
         return made.view(tuple(shape))
@@ -96,7 +94,9 @@ class Buffers:
         self.held[:] = [t for t in self.held if not any(t is u for u in unused)]
         for t in unused:
             self._wait(t)
-            self.ledger.leave(self.tier, self.kind, t.nbytes // self.shares)
+            entry = self.tier, self.kind, t.nbytes // self.shares
+            self.entries.remove(entry)
+            self.ledger.leave(*entry)
 
     def _make(self, n: int, dtype: torch.dtype) -> Tensor:
         with torch.inference_mode(False):
@@ -110,11 +110,6 @@ class Buffers:
             ticket.wait()
 
 
-def _leave_all(ledger: Ledger, tier: str, kind: str, held: list[Tensor], shares: int) -> None:
-    for t in held:
-        ledger.leave(tier, kind, t.nbytes // shares)
-
-
 def host_row(
     shape: Sequence[int], dtype: torch.dtype, ledger: Ledger, kind: str, device: torch.device, shares: int
 ) -> Tensor:  # fmt: skip
@@ -123,6 +118,5 @@ def host_row(
     nbytes = n * dtype.itemsize // shares
     ledger.enter("host", kind, nbytes)
     row, owner = host_memory(n, dtype, device)
-    leave: Any = partial(ledger.leave, "host", kind, nbytes)
-    weakref.finalize(owner, leave).atexit = False
+    ledger.entries_of(owner).append(("host", kind, nbytes))
     return row.view(tuple(shape))

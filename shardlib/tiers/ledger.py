@@ -5,6 +5,7 @@ budget raises.  Kinds are ``KINDS``.
 """
 
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -67,6 +68,17 @@ class Ledger:
         with self._lock:
             self.held[tier][kind] -= nbytes
             assert self.held[tier][kind] >= 0, f"more {kind} left the {tier} than were entered"
+
+    def entries_of(self, owner: object) -> list[tuple[str, str, int]]:
+        """Return a list for what an owner has entered: (tier, kind, bytes), which leave with it."""
+        ours = list[tuple[str, str, int]]()
+        weakref.finalize(owner, self.leave_all, ours).atexit = False
+        return ours
+
+    def leave_all(self, entries: list[tuple[str, str, int]]) -> None:
+        """Remove all of an owner's entries."""
+        while entries:
+            self.leave(*entries.pop())
 
     def full(self, tier: str, why: str, nbytes: int) -> ShardError:
         """Build the error for bytes that do not fit beside those that are held."""

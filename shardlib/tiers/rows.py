@@ -163,9 +163,10 @@ class RowStore:
             ("host", "activations", self.activations),
             *(("disk", r.kind, r.nbytes * (1 + durable)) for r in kept.values()),
         ]
+        entries = self.ledger.entries_of(self)
         for entry in ours:
             self.ledger.enter(*entry)
-        weakref.finalize(self, _leave_all, self.ledger, ours).atexit = False
+            entries.append(entry)
         # of exact size, in the part of the budget that was entered
         self.staging, self.loading = (
             Buffers(Ledger(host=max(n, 1)), "host", "buffers", self.device, self.shares)
@@ -336,8 +337,3 @@ class _Commit(NamedTuple):
 def _finish(ends: Sequence[threading.Event]) -> None:
     for end in ends:
         end.wait()
-
-
-def _leave_all(ledger: Ledger, ours: Sequence[tuple[str, str, int]]) -> None:
-    for entry in ours:
-        ledger.leave(*entry)
