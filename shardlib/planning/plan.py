@@ -302,7 +302,7 @@ def plan(
     room = bytes_in(where.memory if memory is None else memory, "plan", FIX)
     asked = Question(
         module, given, call, optimizer or adamw(1e-3), where, room, ranks, mesh, microbatches, pipe,
-        recipes=recipes and tuple(recipes),
+        recipes=None if recipes is None else tuple(recipes),
     )  # fmt: skip
     return _answer(asked)
 
