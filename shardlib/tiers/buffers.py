@@ -65,9 +65,11 @@ class Buffers:
         """
         n = math.prod(shape)
         nbytes = n * dtype.itemsize // self.shares
-        for t in self.held:
+        for i, t in enumerate(self.held):
             if t.numel() == n and t.dtype == dtype and storage_users(t) == 1:
                 self._wait(t)
+                # those that were taken longest ago are free first
+                self.held.append(self.held.pop(i))
                 return t.view(tuple(shape))
         if nbytes > self.ledger.left(self.tier):
             self.trim()

@@ -110,10 +110,11 @@ def moves(
         if chunk in here:
             continue
         gone = []
-        # ties are broken by name, the same on all ranks
-        rows = sorted(
-            ((uses.after(c, at), c) for c in here if c != now and c not in used), reverse=True
-        )
+        rows: list[tuple[int, str]] = []
+        if taken + sizes[chunk] > room:
+            # ties are broken by name, the same on all ranks
+            rows = [(uses.after(c, at), c) for c in here if c != now and c not in used]
+            rows.sort(reverse=True)
         for last, other in rows:
             if taken - sum(sizes[c] for c in gone) + sizes[chunk] <= room:
                 break
