@@ -22,6 +22,7 @@ from shardlib.errors import ShardError
 from shardlib.mesh import record
 from shardlib.modules import parallelize
 from shardlib.modules.dim_trace import trace_dimensions
+from shardlib.modules.rules import stars
 from shardlib.optim.sink import Sink
 from shardlib.optim.transform import Transform
 from shardlib.optim.zero import zero
@@ -41,7 +42,7 @@ from shardlib.planning.cluster import Cluster
 from shardlib.planning.explain import bytes_of, explain, sink_of
 from shardlib.planning.explanation import Explanation, PipelineExplanation
 from shardlib.planning.layer_dedup import Outline, outline
-from shardlib.planning.pareto import BUCKET, Alive, Holding, Search, State, Way
+from shardlib.planning.pareto import Alive, Holding, Search, State, Way
 from shardlib.planning.program import Column, Solution, solve
 from shardlib.planning.strategies import Table
 from shardlib.planning.work import Rates, StepWork
@@ -93,6 +94,7 @@ class Strategy:
     along: Mapping[str, tuple[float, float]]
     explained: Explanation = field(repr=False)
     recipe: str = ""
+    largest: tuple[tuple[str, int], ...] = field(default=(), repr=False)
 
     def better(self, other: "Strategy | None", room: float) -> bool:
         """Return whether it fits where another does not, or is faster, or the smaller of two."""
@@ -240,7 +242,7 @@ class Study:
         self.dims = _traced(self.small)
         self.groups = side_by_side(self.small, self.dims)
         self.state = _state(asked.optimizer, next(iter(self.parameters.values())).dtype)
-        self.bucket = sum(p.nbytes for p in asked.module.parameters()) <= BUCKET
+        self.total = sum(p.nbytes for p in asked.module.parameters())
         self.counts = [len(p.layers) for p in self.parts]
         self.ideal = self._ideal()
         # seconds of the best way that a program found, and the best in any memory
@@ -274,7 +276,7 @@ class Study:
             # what holds least is first: its seconds are a bound where memory is what limits
             for over in dict.fromkeys(every[::-1] if self.asked.zero else every[:1]):
                 holding = Holding(
-                    axes, over, 2 * bool(over), self.state, self.micros, pipe, self.bucket
+                    axes, over, 2 * bool(over), self.state, self.micros, pipe, self.total
                 )
                 search = Search(self.step, table, candidates, rates, holding, inputs)
                 yield Setting(search, batch, recipe)
@@ -493,7 +495,7 @@ class Study:
                 tx=asked.transform(how), cluster=self.cluster,
                 microbatches=self.micros if self.micros > 1 else None,
             )  # fmt: skip
-        late = _update(sink_of(asked.transform(how), params), holding)
+        late = update_work(sink_of(asked.transform(how), params), holding.pipe)
         if isinstance(whole, PipelineExplanation):
             along, seconds = whole.along, whole.seconds + search.rates.seconds(late)
         else:
@@ -502,8 +504,22 @@ class Study:
             along, seconds = work.along, search.rates.seconds(work)
         return Strategy(
             axes, rules, texts, remat, how, self.micros, seconds, whole.peak, along, whole,
-            setting.recipe,
+            setting.recipe, self._largest(found),
         )  # fmt: skip
+
+    def _largest(self, found: Solution) -> tuple[tuple[str, int], ...]:
+        """List a rank's tensors of a solution, largest first: parameters, and what calls make."""
+        sizes: Counter[str] = Counter()
+        for column, _ in found.counts:
+            # equal layers have one name
+            name = stars if self.parts[column.part].path else str
+            for call, strategy, choice in column.way[0].steps():
+                for i, leaf in choice.items():
+                    sizes |= Counter({name(self.step.parameters[i]): leaf.operand.nbytes})
+                result = " of ".join(filter(None, (call.name, name(call.module))))
+                own = zip(strategy.outs, strategy.shares, strict=True)
+                sizes |= Counter({result: max((x.nbytes for x, i in own if i < 0), default=0)})
+        return tuple(sizes.most_common())
 
     def written(
         self, found: Solution
@@ -669,14 +685,15 @@ def _layer(module: str, stacks: Mapping[str, object]) -> str:
     return next((s for s in stacks if module == s or module.startswith(s + ".")), "")
 
 
-def _update(sink: Sink | None, holding: Holding) -> StepWork:
+def update_work(sink: Sink | None, pipe: int = 1) -> StepWork:
     """Return what ZeRO gathers behind the update, where an explanation ends with backward."""
     work = StepWork()
     for bucket in sink.index.buckets if sink is not None else ():
         if bucket.ways > 1:
             # half of a sum
-            sent = (bucket.ways - 1) * bucket.length * bucket.dtype.itemsize / holding.pipe
-            work.receive(bucket.over, sent / bucket.ways, sent / BUCKET)
+            messages = (bucket.ways - 1) / pipe
+            part = bucket.part_length * bucket.dtype.itemsize
+            work.receive(bucket.over, messages * part, messages)
     return work
 
 

@@ -105,7 +105,7 @@ class Holding:
     ``state``  bytes of the optimizer's state per byte of a parameter.
     ``micros`` micro-batches of a step: of more than one, gradients are added up and summed once.
     ``pipe``   stages of a pipeline, each with as much of every layer's bytes.
-    ``bucket`` whether one bucket takes all gradients, so that it is held with them.
+    ``total``  bytes of all gradients of the module.
     """
 
     sizes: Mapping[str, int]
@@ -114,7 +114,16 @@ class Holding:
     state: float = 2.0
     micros: int = 1
     pipe: int = 1
-    bucket: bool = False
+    total: float = math.inf
+
+    @property
+    def bucket(self) -> bool:
+        """Whether one bucket takes all gradients, so that it is held with them."""
+        return self.total <= BUCKET
+
+    def buckets(self, nbytes: float) -> float:
+        """Return the share of transfers of whole buckets that a gradient of so many bytes causes."""
+        return nbytes / min(BUCKET, self.total)
 
     @property
     def passes(self) -> float:
@@ -170,7 +179,7 @@ class Holding:
     def summed(self, s: GradientSum) -> tuple[float, float]:
         """Return bytes and messages of a gradient's sum; with ZeRO its parts' sum and gather."""
         p = math.prod(self.sizes[a] for a in s.axes)
-        return 2 * (p - 1) / p * s.nbytes, 2 * (p - 1) * s.nbytes / BUCKET
+        return 2 * (p - 1) / p * s.nbytes, 2 * (p - 1) * self.buckets(s.nbytes)
 
     def copied(self, s: GradientSum) -> float:
         """Return the bytes read and written to sum a gradient together with others.
@@ -189,7 +198,7 @@ class Holding:
         done = {*leaf.operand.place.layout.axes, *summed}
         axes = tuple(a for a in self.axes if a not in done)
         p, nbytes = math.prod(self.sizes[a] for a in axes), leaf.operand.nbytes
-        return axes, (p - 1) / p * nbytes, (p - 1) * nbytes / BUCKET
+        return axes, (p - 1) / p * nbytes, (p - 1) * self.buckets(nbytes)
 
 
 class Search:

@@ -46,6 +46,8 @@ class Plan(Strategy):
     ``along``    axes -> bytes and messages that a rank receives in a step, the update among it.
     ``explained``  the explanation of forward and backward.
     ``recipe``     the name of the one of ``sl.recipes`` whose rules these are; "" for none.
+    ``largest``  (name, bytes) of the tensors of one rank, the largest first: parameters, and results
+                 of calls by function and module; the numbers of equal layers are stars.
 
     >>> import torch, shardlib as sl
     >>> mlp = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
@@ -71,8 +73,8 @@ class Plan(Strategy):
         Raises: NoPlanFits where no other does.
 
         >>> import torch, shardlib as sl
-        >>> mlp = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
-        >>> found = sl.plan(mlp, torch.empty(65536, 64), ranks=2)
+        >>> mlp = nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 512))
+        >>> found = sl.plan(mlp, torch.empty(65536, 512, device="meta"), ranks=2)
         >>> found.zero, found.without("zero").zero, found.seconds < found.without("zero").seconds
         ({'axis': ('a',), 'stage': 2}, {}, True)
         """
@@ -136,8 +138,8 @@ class Plan(Strategy):
         """Write the tables of a file that ``shardlib train`` reads, beside its model and optimizer.
 
         >>> import torch, shardlib as sl
-        >>> mlp = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
-        >>> print(sl.plan(mlp, torch.empty(65536, 64), ranks=2).toml())
+        >>> mlp = nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 512))
+        >>> print(sl.plan(mlp, torch.empty(65536, 512, device="meta"), ranks=2).toml())
         [mesh]
         a = 2
         <BLANKLINE>
@@ -264,7 +266,8 @@ def plan(
     integer program (scipy's).  The figures of the plan are those of ``sl.explain``; stages are
     weighed as equal parts, and explained as they are cut.  Transfers are not assumed to overlap
     with computation, but for those between stages.
-    Raises: NoPlanFits, with the least that does; BadArgument; ShardError without scipy.
+    Raises: NoPlanFits, with the least that does and its largest tensors; BadArgument; ShardError
+    without scipy.
 
     >>> import torch
     >>> mlp = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
@@ -394,7 +397,9 @@ def _answer(asked: Question) -> Plan:
             why = f"no mesh of {asked.ranks} ranks for {' or '.join(asked.recipes)}"
         raise ShardError(why, op="plan", fix=FIX)
     if best.peak > asked.room:
+        largest = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in best.largest[:3])
         why = f"nothing fits into {size(asked.room)}; the least is {size(best.peak)}"
+        why += f"; its largest tensors: {largest}"
         raise NoPlanFits(why, best.peak, op="plan", fix=f"memory={best.peak}")
     return Plan(**vars(best), asked=asked)
 

@@ -13,6 +13,7 @@ import shardlib as sl
 from shardlib.command.train import checked, start
 from shardlib.planning.candidates import RECIPES
 from shardlib.planning.explain import explain
+from shardlib.planning.explanation import size
 from tests.planning.plans_run import confirm, loss_over, made, stepped
 from tests.planning.test_joint import CLUSTER, GIVEN, Words, loss
 
@@ -58,7 +59,12 @@ def test_what_cannot_fit_is_refused_with_the_least_that_does() -> None:
     with pytest.raises(sl.errors.NoPlanFits, match="the least is") as refused:
         plan(1e4)
     least = refused.value.least
-    assert plan(least).peak <= least
+    found = plan(least)
+    assert found.peak <= least
+    named = [f"{name} {size(nbytes)}" for name, nbytes in found.largest[:3]]
+    assert refused.value.message.endswith(f"its largest tensors: {', '.join(named)}")
+    assert found.largest[0] == max(found.largest, key=lambda x: x[1])
+    assert {"table.weight", "h.*.up.weight", "gelu of h.*"} <= {name for name, _ in found.largest}
     with pytest.raises(sl.errors.NoPlanFits):
         plan(0)
 
