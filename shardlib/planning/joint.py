@@ -78,6 +78,17 @@ class Part:
             return "", "full"
         return ("",)
 
+    def goes_on(self, step: StepCalls) -> bool:
+        """Return whether an equal layer may follow: what is new has sizes of what is gone."""
+        if len(self.layers) == 1:
+            return True
+        behind = step.calls[step.calls.index(self.calls[-1]) + 1 :]
+        later = {step.loss, *(n for c in behind for n in c.reads)}
+        made = {n for c in self.calls for n in c.gives}
+        read = {n for c in self.calls for n in c.reads} - made - {*step.parameters}
+        new, gone = (Counter(step.shapes[n] for n in some) for some in (made & later, read - later))
+        return bool(new) and new <= gone
+
 
 @dataclass(frozen=True)
 class Strategy:
@@ -226,18 +237,11 @@ class Study:
         # of one micro-batch
         self.rows = asked.rows // micros
         self.inputs = [x.detach().to("meta")[: self.rows] for x in asked.inputs]
-        self.outline = outline(asked.module)
-        self.small = self.outline.model()
-        stacks = stacks_of(self.outline)
-        # equal layers are one in the smaller model, and lie alike where one of them is refused
-        self.refused: dict[str, frozenset[str]] = {}
-        for name, texts in asked.refused.items():
-            known = self.refused.get(small := small_name(name, stacks), frozenset())
-            self.refused[small] = known | texts
-        self.step = calls_of(
-            self.small, self.inputs, asked.loss, lambda module: _layer(module, stacks)
-        )
-        self.parts = parts_of(stacks, self.step)
+        self._record(outline(asked.module))
+        ends = [p.path.rpartition(".")[0] for p in self.parts if not p.goes_on(self.step)]
+        if ends:
+            # a residual that is added outside of its layer: each layer is a part of its own
+            self._record(self.outline.apart(ends))
         self.parameters = dict(self.small.named_parameters())
         self.dims = _traced(self.small)
         self.groups = side_by_side(self.small, self.dims)
@@ -252,6 +256,21 @@ class Study:
         self.least_seconds: dict[Any, float] = {}
         # recipe, sizes of axes -> what does not depend on their order
         self.tables: dict[Any, tuple[Table, Candidates]] = {}
+
+    def _record(self, found: Outline) -> None:
+        """Record the calls of the smaller model of an outline, and cut them into parts."""
+        asked, self.outline = self.asked, found
+        self.small = found.model()
+        stacks = stacks_of(found)
+        # equal layers are one in the smaller model, and lie alike where one of them is refused
+        self.refused: dict[str, frozenset[str]] = {}
+        for name, texts in asked.refused.items():
+            known = self.refused.get(small := small_name(name, stacks), frozenset())
+            self.refused[small] = known | texts
+        self.step = calls_of(
+            self.small, self.inputs, asked.loss, lambda module: _layer(module, stacks)
+        )
+        self.parts = parts_of(stacks, self.step)
 
     def settings(self, pipe: int = 1) -> list[Setting]:
         """List the settings of all meshes, of each of so many stages; those of recipes, few, first."""

@@ -4,7 +4,9 @@ A stack of equal layers costs as much as one of them times their number.
 """
 
 import copy
-from dataclasses import dataclass
+import itertools
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -37,6 +39,18 @@ class Outline:
             made = type(stack)(layers) if isinstance(stack, nn.ModuleList) else type(stack)(*layers)
             small[id(stack)] = made.train(stack.training)
         return copy.deepcopy(self.base, memo | small)
+
+    def apart(self, paths: Collection[str]) -> "Outline":
+        """Return the outline in which no layers of these stacks count as equal.
+
+        >>> outline(nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])).apart([""]).stacks
+        (('', ((0,), (1,), (2,))),)
+        """
+        alone = {
+            path: tuple((i,) for i in sorted(itertools.chain(*alike))) if path in paths else alike
+            for path, alike in self.stacks
+        }
+        return replace(self, stacks=tuple(alone.items()))
 
 
 def outline(model: nn.Module) -> Outline:

@@ -110,6 +110,30 @@ def test_patterns_match_their_numbers_and_no_others(numbers: set[int]) -> None:
     assert len(found) <= 6 or len(numbers) != max(numbers) + 1
 
 
+class Outside(nn.Module):
+    """Layers whose residual is added outside of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.h = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(3)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.h:
+            x = x + layer(x)
+        return x
+
+
+def test_layers_that_no_equal_layer_may_follow_are_planned_one_by_one() -> None:
+    module, rows = Outside(), torch.randn(8, 16)
+    found = sl.plan(module, rows, mesh={"a": 2}, cluster=CLUSTER)
+    with sl.simulate(a=2):
+        apply, params, _ = found.apply(module)
+        out = apply(params, sl.shard(rows, found.inputs[0]))
+        assert torch.allclose(sl.unshard(out), module(rows), atol=1e-6)
+
+
 @pytest.mark.parametrize(
     "seed", [4, 7, 9, 11, 12, 16, 17, 21, 22, 26, 27, 28, 29, 32, 33, 34, 35, 40, 46, 53]
 )
