@@ -278,10 +278,7 @@ def plan(
     given, call = _inputs(inputs, loss)
     if (ranks is None) == (mesh is None) or not given:
         raise BadArgument("either ranks or a mesh, and inputs, are needed", op="plan", fix=FIX)
-    if next(module.parameters(), None) is None:
-        why = f"{type(module).__name__} has no parameters to lay out"
-        line = "sl.plan(torch.nn.Linear(64, 64), torch.empty(8, 64), ranks=8)"
-        raise BadArgument(why, op="plan", fix=line)
+    _check(module, recipes)
     where = cluster_of(cluster)
     counts = {"microbatches": microbatches, "pipe": pipe, "ranks": ranks, **(mesh or {})}
     for name, n in counts.items():
@@ -294,11 +291,6 @@ def plan(
     if microbatches is not None and rows % microbatches:
         why = f"{rows} rows make no {microbatches} micro-batches"
         raise BadArgument(why, op="plan", fix=f"microbatches={hiding(rows, microbatches)}")
-    for name in recipes or ():
-        if name not in RECIPES:
-            near = similar(str(name), RECIPES, 1) or ["cube3d"]
-            why = f"recipes: {name!r} is none of {', '.join(RECIPES)}"
-            raise BadArgument(why, op="plan", fix=f"recipes={near}")
     if pipe is not None and ranks % pipe:
         why = f"{ranks} ranks make no {pipe} stages"
         raise BadArgument(why, op="plan", fix=f"pipe={math.gcd(ranks, pipe)}")
@@ -335,6 +327,19 @@ def choose(
         module, inputs, ranks=ranks, memory=memory, optimizer=optimizer, cluster=cluster, loss=loss,
         recipes=tuple(RECIPES),
     )  # fmt: skip
+
+
+def _check(module: nn.Module, recipes: Sequence[str] | None) -> None:
+    """Refuse a module without parameters, and recipes that are none."""
+    if next(module.parameters(), None) is None:
+        why = f"{type(module).__name__} has no parameters to lay out"
+        line = "sl.plan(torch.nn.Linear(64, 64), torch.empty(8, 64), ranks=8)"
+        raise BadArgument(why, op="plan", fix=line)
+    wrong = [name for name in recipes or () if name not in RECIPES]
+    if wrong or (recipes is not None and not recipes):
+        near = similar(str(wrong[0]), RECIPES, 1) if wrong else []
+        why = f"recipes: {wrong or recipes!r}, of {', '.join(RECIPES)}"
+        raise BadArgument(why, op="plan", fix=f"recipes={near or ['cube3d']}")
 
 
 def _inputs(

@@ -288,6 +288,8 @@ def test_the_links_that_are_given_are_those_that_count() -> None:
         ({"ranks": 2, "microbatches": 3}, "3 micro-batches"),
         ({"ranks": 2, "pipe": 3}, "3 stages"),
         ({"mesh": {"a": 0}}, "a=0"),
+        ({"ranks": 2, "recipes": ["cube"]}, "['cube'], of ddp, megatron1d"),
+        ({"ranks": 2, "recipes": []}, "recipes: [], of ddp"),
     ],
 )
 def test_mistakes_say_what_to_write(how: dict[str, Any], said: str) -> None:
