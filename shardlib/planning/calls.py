@@ -176,7 +176,7 @@ class _Recorder:
         results = _sharded(out)
         # a result that was there before is the operand itself, or was written to; contiguous()
         # copies where other layouts leave other strides
-        kept = _writes(func) or getattr(func, "__name__", "") == "contiguous"
+        kept = writes(func) or getattr(func, "__name__", "") == "contiguous"
         new = [x for x in results if id(x) not in known or kept]
         if new:
             reads = _values((asked,))
@@ -197,7 +197,7 @@ class _Recorder:
         """Ignore which algorithm ran: layouts of a mesh of one rank choose nothing."""
 
 
-def _writes(func: Func) -> bool:
+def writes(func: Func) -> bool:
     """Return whether a function writes to its first operand, by its name."""
     name = getattr(func, "__name__", "")
     return name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))

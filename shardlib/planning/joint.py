@@ -472,7 +472,13 @@ class Study:
         )
         found, state = [], self._begin(search)
         for part in self.parts:
-            ((state, ways),) = search.run(part.calls, state).items()
+            ends = search.run(part.calls, state)
+            if not ends:
+                why = [x for x in search.table.known.values() if isinstance(x, str)][-1]
+                raise ShardError(
+                    f"a call of {part.path or 'the step'} cannot be priced: {why}", op="plan"
+                )
+            ((state, ways),) = ends.items()
             found.append(len(part.layers) * min(w.forward + w.back for w in ways))
         return found
 

@@ -322,6 +322,7 @@ def choose(
     >>> mlp = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
     >>> found = choose(mlp, torch.empty(32, 64), ranks=4)
     >>> found.recipe, found.mesh
+    ('megatron1d', {'x': 4})
     """
     return plan(
         module, inputs, ranks=ranks, memory=memory, optimizer=optimizer, cluster=cluster, loss=loss,

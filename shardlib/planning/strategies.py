@@ -16,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from shardlib.collectives import Event, trace
 from shardlib.errors import ShardError
 from shardlib.mesh import Axes, Mesh, bind, within
-from shardlib.planning.calls import Call, StepCalls
+from shardlib.planning.calls import Call, StepCalls, writes
 from shardlib.planning.work import Meter, StepWork
 from shardlib.tensor import Place, ShardedTensor
 
@@ -165,11 +165,15 @@ class _CallOnShapes:
 
     def strategy(self) -> CallStrategy:
         """Run both passes."""
-        raws = [x.raw for x in self.given]
+        leaves, operands = [x.raw for x in self.given], [*self.given]
+        if writes(self.call.func) and leaves[0].requires_grad:
+            # a leaf that has a gradient cannot be written to
+            operands[0] = ShardedTensor(leaves[0].clone(), operands[0].place)
+        raws = [x.raw for x in operands]
         packed: list[Tensor] = []
         forward, backward = self.work, StepWork()
         with Meter(forward, raws) as meter, saved_tensors_hooks(_keeping(packed), lambda x: x):
-            results = self.call.run(self.given)
+            results = self.call.run(operands)
         forward.add(self.events)
         owners = {_memory(x.raw): -1 - j for j, x in reversed(list(enumerate(results)))}
         owners |= {_memory(raw): i for i, raw in enumerate(raws)}
@@ -185,7 +189,7 @@ class _CallOnShapes:
         most = max(meter.peak - sum(own.values()) - sum(beside.values()), 0)
         packed.clear()
         outs = tuple(map(operand_of, results))
-        most_back = self._back(backward, raws, [x.raw for x in results])
+        most_back = self._back(backward, leaves, [x.raw for x in results])
         return CallStrategy(
             outs, forward, backward, saved, sum(beside.values()), shares, most, most_back,
             tuple(self.sums.found),

@@ -14,7 +14,7 @@ from shardlib.command.train import checked, start
 from shardlib.planning.candidates import RECIPES
 from shardlib.planning.explain import explain
 from shardlib.planning.explanation import size
-from tests.planning.plans_run import confirm, loss_over, made, stepped
+from tests.planning.plans_run import OPTIMIZER, confirm, loss_over, made, stepped
 from tests.planning.test_joint import CLUSTER, GIVEN, Words, loss
 
 SLOW = sl.planning.Link(1e-3, 8 / 50e6)  # 50 Mbit/s between all ranks
@@ -117,16 +117,32 @@ def rows() -> list[tuple[torch.Tensor, torch.Tensor]]:
 def test_a_recipe_s_plan_is_one_process_s_and_moves_what_it_says(recipe: str, ranks: int) -> None:
     module, inputs = made("gpt2 of 4")
     given, loss = tuple(inputs.values()), loss_over((*inputs,))
-    how: dict[str, Any] = {"cluster": CLUSTER, "loss": loss, "pipe": 1}
+    how: dict[str, Any] = {
+        "cluster": CLUSTER, "loss": loss, "pipe": 1, "optimizer": OPTIMIZER
+    }  # fmt: skip
     if recipe == "tesseract" and ranks < 8:
         with pytest.raises(sl.ShardError, match="no mesh of 4 ranks"):
             sl.plan(module, given, ranks=ranks, recipes=[recipe], **how)
         return
     found = sl.plan(module, given, ranks=ranks, recipes=[recipe], **how)
-    losses, nbytes = stepped(module, inputs, found)
+    losses, received = stepped(module, inputs, found)
     assert losses == pytest.approx(stepped(module, inputs, None)[0], rel=1e-12)
-    assert found.recipe == recipe and sum(b for b, _ in found.along.values()) == nbytes
+    assert found.recipe == recipe and sum(b for b, _ in found.along.values()) == received[0]
     assert confirm(inputs, module, found) == ""
+
+
+@pytest.mark.parametrize("name", ["mixtral (batched_mm)", "blocks of nn.Sequential"])
+def test_calls_that_write_to_an_operand_and_residuals_outside_of_layers_are_planned(
+    name: str,
+) -> None:
+    if name.startswith("mixtral"):
+        pytest.importorskip("transformers", reason="transformers is not installed")
+    module, inputs = made(name)
+    given, loss = tuple(inputs.values()), loss_over((*inputs,))
+    how: dict[str, Any] = {"cluster": CLUSTER, "loss": loss, "optimizer": OPTIMIZER}
+    found = sl.plan(module, given, mesh={"a": 2}, microbatches=1, **how)
+    want, _ = stepped(module, inputs, None)
+    assert stepped(module, inputs, found)[0] == pytest.approx(want, rel=1e-6)
 
 
 def test_the_choice_is_the_fastest_of_all_recipes() -> None:
