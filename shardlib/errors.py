@@ -310,7 +310,9 @@ class OutOfRange(BadArgument, IndexError):
 
 
 class NoPlanFits(BadArgument):
-    """Memory into which no plan of a step fits; ``least`` is the smallest found, in bytes.
+    """Memory into which no plan of a step fits.
+
+    ``least``  bytes of the smallest plan that was found.
 
     >>> import torch, shardlib as sl
     >>> sl.plan(torch.nn.Linear(8, 8), torch.ones(4, 8), ranks=1, memory=100)  # doctest: +ELLIPSIS
