@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from shardlib.collectives import flat_blocks, psum, start, unwrap, wrap
+from shardlib.collectives import flat_blocks, lead, psum, start, unwrap, wrap
 from shardlib.mesh import Axes, Mesh, bind
 
 LEAST, MOST = 1 << 20, 25 << 20
@@ -30,14 +30,14 @@ class Together:
 
     ``raws``    storages of the leaves.
     ``nbytes``  of their gradients, if not their own.
-    ``most``    bytes from which a bucket is posted: a fifth of the leaves', so that small models
-                have several transfers too.
+
+    A bucket is posted from a fifth of the leaves' bytes on, so that small models have several
+    transfers too.
     """
 
     def __init__(self, raws: Sequence[Tensor], nbytes: int = 0) -> None:
         self.raws = list(raws)
-        nbytes = nbytes or sum(r.nbytes for r in self.raws)
-        self.most = min(max(nbytes // 5, LEAST), MOST)
+        self.nbytes = nbytes or sum(r.nbytes for r in self.raws)
         self.open = False
         self.waiting: dict[_Key, list[tuple[int, Tensor]]] = {}
         self.owed: list[_Sums] = []
@@ -72,7 +72,10 @@ class Together:
         key = mesh, axes, g.dtype, out, wire
         rows = self.waiting.setdefault(key, [])
         rows.append((i, g))
-        if sum(x.nbytes for _, x in rows) >= self.most:
+        # the blocks of all simulated ranks are one tensor
+        ranks = mesh.size if lead(mesh) else 1
+        most = min(max(self.nbytes // (5 * ranks), LEAST), MOST)
+        if sum(x.nbytes for _, x in rows) >= most * ranks:
             self._post(key)
 
     def owe(self, i: int, wait: Callable[[], Tensor]) -> None:

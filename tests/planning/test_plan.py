@@ -11,7 +11,7 @@ from torch import nn
 
 import shardlib as sl
 from shardlib.command.train import checked, start
-from shardlib.planning.candidates import RECIPES
+from shardlib.planning.candidates import RECIPES, recipe_meshes
 from shardlib.planning.explain import explain
 from shardlib.planning.explanation import size
 from tests.planning.plans_run import OPTIMIZER, confirm, loss_over, made, stepped
@@ -127,7 +127,8 @@ def test_a_recipe_s_plan_is_one_process_s_and_moves_what_it_says(recipe: str, ra
     found = sl.plan(module, given, ranks=ranks, recipes=[recipe], **how)
     losses, received = stepped(module, inputs, found)
     assert losses == pytest.approx(stepped(module, inputs, None)[0], rel=1e-12)
-    assert found.recipe == recipe and sum(b for b, _ in found.along.values()) == received[0]
+    said = tuple(map(sum, zip(*found.along.values(), strict=True)))
+    assert found.recipe == recipe and said == received
     assert confirm(inputs, module, found) == ""
 
 
@@ -148,12 +149,14 @@ def test_calls_that_write_to_an_operand_and_residuals_outside_of_layers_are_plan
 def test_the_choice_is_the_fastest_of_all_recipes() -> None:
     module, inputs = made("gpt2 of 4")
     given, how = tuple(inputs.values()), {"cluster": CLUSTER, "loss": loss_over((*inputs,))}
-    best = sl.choose(module, given, ranks=4, **how)
+    best = sl.choose(module, given, ranks=2, **how)
     others = [
-        sl.plan(module, given, ranks=4, recipes=[r], **how) for r in RECIPES if r != "tesseract"
+        sl.plan(module, given, ranks=2, recipes=[r], **how)
+        for r in RECIPES
+        if [*recipe_meshes(r, 2)]
     ]
     assert best.seconds == min(p.seconds for p in others)
-    assert sl.plan(module, given, ranks=4, **how).seconds <= best.seconds
+    assert sl.plan(module, given, ranks=2, **how).seconds <= best.seconds
 
 
 def test_fewer_rows_than_ranks_are_split_along_the_sequence() -> None:
