@@ -2,6 +2,7 @@
 without stages, and recipes without them behind slow links.
 
     python -m benchmarks.pipeline torch      the same blocks, cut and schedule, 4 gloo processes
+    python -m benchmarks.pipeline torch --against python     whose products are Functions in Python
     python -m benchmarks.pipeline memory     the peak of each, in processes of their own
     python -m benchmarks.pipeline throttled  step seconds, predicted over measured, a sleep per action
     python -m benchmarks.pipeline alone      one stage against micro-batches without stages
@@ -59,6 +60,35 @@ WAYS = {
 }
 
 
+class Product(torch.autograd.Function):
+    """A product in Python, as the layers of Megatron and Transformer Engine are.
+
+    It asks which gradients are wanted, as they do: a backward for inputs alone is told both.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return torch.addmm(b, x, w.t())
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        x, w = ctx.saved_tensors
+        wants = ctx.needs_input_grad
+        return (
+            g @ w if wants[0] else None,
+            g.t() @ x if wants[1] else None,
+            g.sum(0) if wants[2] else None,
+        )
+
+
+class Linear(nn.Linear):
+    """A layer whose product is a function in Python."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Product.apply(x, self.weight, self.bias)
+
+
 class Residual(nn.Module):
     """A block that keeps the shape of its input."""
 
@@ -105,8 +135,10 @@ def ours(width: int, rows: int, name: str, blocks: int) -> Step:
     return step
 
 
-def torchs(width: int, rows: int, name: str, blocks: int) -> Step:
+def torchs(width: int, rows: int, name: str, blocks: int, python: bool = False) -> Step:
     model, way = list(Chain(width, blocks).h), WAYS[name]
+    for block in model if python else ():
+        block.mlp.fc1.__class__ = block.mlp.fc2.__class__ = Linear
     rank, ranks = dist.get_rank(), placing(name, dist.get_world_size(), way.per_rank)
     each = blocks // len(ranks)
     parts = {
@@ -138,7 +170,7 @@ def torchs(width: int, rows: int, name: str, blocks: int) -> Step:
     return step
 
 
-SIDES = {"ours": ours, "torch": torchs}
+SIDES = {"ours": ours, "torch": torchs, "python": partial(torchs, python=True)}
 
 
 def interleaved(
@@ -165,13 +197,14 @@ def contest(given: dict[str, Any], width: int, name: str) -> list[dict[str, Any]
     torch.set_num_threads(1)
     rows = given["rows"] or width // 4
     batch = _batch(width, rows)
+    other = given["against"]
     sides: dict[str, Any] = {
-        k: make(width, rows, name, given["blocks"]) for k, make in SIDES.items()
+        k: SIDES[k](width, rows, name, given["blocks"]) for k in ("ours", other)
     }
     for step in sides.values():
         for _ in range(2):
             step(*batch)
-    mine, theirs = sides["ours"].grads, sides["torch"].grads
+    mine, theirs = sides["ours"].grads, sides[other].grads
     for n, g in theirs.items():
         torch.testing.assert_close(mine[n].raw, g, rtol=1e-4, atol=1e-6)
     return interleaved({k: partial(s, *batch) for k, s in sides.items()}, given["repeats"], 5)
@@ -345,7 +378,7 @@ def report_torch(given: dict[str, Any]) -> None:
     for width in given["widths"]:
         for name in given["names"] or WAYS:
             rows = sl.launch(contest, given, width, name, x=RANKS, timeout=1000.0)[0]
-            print(f"{width:>5} {name:<12}{_ratios(rows, 'ours', 'torch')}", flush=True)
+            print(f"{width:>5} {name:<12}{_ratios(rows, 'ours', given['against'])}", flush=True)
 
 
 def report_memory(given: dict[str, Any]) -> None:
@@ -354,7 +387,8 @@ def report_memory(given: dict[str, Any]) -> None:
     for width in given["widths"]:
         for name in given["names"] or WAYS:
             ours, theirs = (
-                sl.launch(peak, given, width, name, s, x=RANKS, timeout=1000.0)[0] for s in SIDES
+                sl.launch(peak, given, width, name, s, x=RANKS, timeout=1000.0)[0]
+                for s in ("ours", "torch")
             )
             print(
                 f"{width:>5} {name:<12}{ours:>8.1f} MiB {ours / theirs:>6.2f} of torch", flush=True
@@ -411,6 +445,9 @@ def main() -> int:
     )
     p.add_argument("part", choices=PARTS)
     p.add_argument("--names", default="", help="schedules, or rows of links, with ; between")
+    p.add_argument(
+        "--against", default="torch", help="or python: its products are Functions in Python"
+    )
     p.add_argument("--widths", default="32,64,256")
     p.add_argument("--rows", type=int, default=0, help="of a micro-batch; by default of the width")
     p.add_argument("--blocks", type=int, default=8)

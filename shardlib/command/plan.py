@@ -56,6 +56,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     for name, text in counts.items():
         parser.add_argument(f"--{name}", type=_count, help=text)
     parser.add_argument("--memory", type=_bytes, help="bytes of one rank, as 80GiB")
+    parser.add_argument("--host", type=_bytes, help="of a rank's host memory, for memory tiers")
     parser.add_argument(
         "--picture", default="", help="what ranks hold and where a step's seconds go: .png, .svg"
     )
@@ -127,7 +128,7 @@ def _planned(
         # the plan says whether there is ZeRO
         own = {k: v for k, v in config.table("optimizer").items() if k != "zero"}
         tx = optimizer(replace(config, tables={**config.tables, "optimizer": own}), model)
-    how: dict[str, Any] = {n: getattr(given, n) for n in ("memory", "microbatches", "pipe")}
+    how: dict[str, Any] = {n: getattr(given, n) for n in ("memory", "host", "microbatches", "pipe")}
     try:
         return plan(model, leaves, ranks=ranks, optimizer=tx, cluster=cluster, loss=loss, **how)  # type: ignore[arg-type]
     except NoPlanFits as e:

@@ -684,6 +684,7 @@ class Room:
     ``recorded``  whether the order of gradients is known.
     ``better``    the index of buckets in that order, until it is used.
     ``activations``  keeps saved tensors of regions with ``remat="host"``, of parameters in tiers.
+    ``paper``  on paper, the cache of parameters in tiers, and the list of chunks that are used.
     """
 
     def __init__(self) -> None:
@@ -694,6 +695,7 @@ class Room:
         self.recorded = False
         self.better: Index | None = None
         self.activations: Any = None
+        self.paper: Any = None
 
     def buffer(self, shape: Sequence[int], like: Tensor) -> Tensor:
         """Return a gather buffer that no tensor uses any more, or a new one."""

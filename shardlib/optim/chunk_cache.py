@@ -193,7 +193,6 @@ class ChunkCache:
     ``rows``     bucket -> its part; ``store`` has these rows and those of the state.
     ``updates``  chunk -> the job of its last update on the host.
     ``loads``    chunks loaded so far.
-    ``rounds``   backwards in the step whose uses are recorded, one for each micro-batch.
     ``ahead``    whether the next block is gathered while one is computed, and a gradient may be on
                  its way to the host while the next one is made: there are bytes for both.
     """
@@ -245,8 +244,7 @@ class ChunkCache:
         self.at = -1
         # the chunks in use: those of one block
         self.used: dict[str, None] = {}
-        self.steps = self.loads = self.backwards = 0
-        self.rounds = 1
+        self.steps = self.loads = 0
         # takes each bucket's gradient when it is sent, where chunks are updated in backward
         self.eager: Callable[[str, Ticket, Tensor], object] | None = None
         self.room, self.ahead = self._room()
@@ -417,7 +415,6 @@ class ChunkCache:
             self._measured()
         else:
             self.times.clear(self.times.measures)
-        self.rounds, self.backwards = max(self.backwards, 1), 0
         self.trace = []
         self.at = -1
         self.steps += 1

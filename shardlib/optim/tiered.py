@@ -363,7 +363,6 @@ class TieredReading(Reading):
     def end_backward(self) -> None:
         """End backward: drop all gathered buckets, and wait for gradients on their way."""
         super().end_backward()
-        self.cache.backwards += 1
         self.cache.activations.settle()
         room: Any = self.room
         room.settle(0)

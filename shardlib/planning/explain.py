@@ -34,10 +34,10 @@ from shardlib.modules.paths import Paths
 from shardlib.ops.matmul.prefetch import planned
 from shardlib.ops.registry import Match
 from shardlib.opspec import Args, Func, Kwargs
-from shardlib.optim.buckets import Buckets, Memory
+from shardlib.optim.buckets import Buckets, Memory, pytree_node
 from shardlib.optim.chunk_cache import ChunkCache
 from shardlib.optim.sink import Sink
-from shardlib.optim.stage3 import Parts
+from shardlib.optim.stage3 import BucketReading, Parts, Reading
 from shardlib.optim.tiered import TieredParts
 from shardlib.optim.transform import Transform
 from shardlib.placing import padded_size
@@ -108,13 +108,13 @@ def explain(
         mesh = own
     sizes = dict(axis_sizes(mesh))
     make = partial(record, device=getattr(mesh, "device_type", own.device_type), **sizes)
-    call = _Call(apply, params, called_with(inputs), make)
+    call = _Call(apply, params, called_with(inputs), make, [], [])
     with Paths() as paths:
         try:
             how = tx, paths, backward, microbatches
             found = planned(call.rehearse, lambda: call.explain(*how))
             if isinstance(params, TieredParts):
-                return _in_tiers(found, params, cluster_of(cluster), microbatches)
+                return _in_tiers(found, params, call, cluster_of(cluster), microbatches)
             return found
         except ShardError:
             raise
@@ -162,18 +162,25 @@ def _refused(
 
 
 class _Call(NamedTuple):
-    """The call to explain; ``make`` opens the mesh that it is planned for."""
+    """The call to explain; ``make`` opens the mesh that it is planned for.
+
+    ``order``   the chunks of parameters in memory tiers, as they are used.
+    ``rounds``  how many of them each micro-batch uses.
+    """
 
     apply: Callable[..., Any]
     params: object
     inputs: tuple[Args, Kwargs]
     make: Callable[[], Mesh]
+    order: list[str]
+    rounds: list[int]
 
     @contextmanager
     def opened(self) -> Iterator[tuple[Mesh, object, Callable[[], object]]]:
         """Open the mesh; yield it, the parameters on it, and the call of forward with these."""
+        self.order.clear()
         with self.make() as paper, Known():
-            params, (args, kwargs) = _papers((self.params, self.inputs), paper)
+            params, (args, kwargs) = _papers((self.params, self.inputs), paper, self.order)
             yield paper, params, lambda: self.apply(params, *args, **kwargs)
 
     def rehearse(self) -> None:
@@ -206,6 +213,7 @@ class _Call(NamedTuple):
                     watch.back(out, raws, together, sink)
             state = 0 if tx is None else bytes_of(tx.init(params))
             work.move(*_moved(params))
+        self.rounds.append(len(self.order))
         work.add(t.events)
         return Explanation(
             watch.rows, dict(paper.axes), bytes_of(params), live.peak, state, saved, work=work
@@ -214,7 +222,7 @@ class _Call(NamedTuple):
     def accumulated(self, count: int, tx: Transform | None, paths: Paths) -> Explanation:
         """Explain a step of so many micro-batches: the first, one for all between, and the last."""
         with self.opened() as (paper, params, _), trace() as t:
-            args, kwargs = _papers(self.inputs, paper)
+            args, kwargs = _papers(self.inputs, paper, self.order)
             watch = CallRecorder(t, paper.size, True, paths)
             sums = _CountedSums(params, None if tx is None else sink_of(tx, params), watch)
             work, saved = StepWork(), []
@@ -230,6 +238,7 @@ class _Call(NamedTuple):
                 batch = MicroBatches(args, kwargs, count)
                 for k in sorted({0, min(1, count - 1), count - 1}):
                     live.work, events, rows = StepWork(), len(t.events), len(watch.rows)
+                    begun = len(self.order)
                     before = _moved(params)
                     accumulate(loss, batch, k, sums)
                     if k == count - 1:
@@ -240,6 +249,9 @@ class _Call(NamedTuple):
                     times = count - 2 if 0 < k < count - 1 else 1
                     work.join(live.work, times)
                     watch.rows += watch.rows[rows:] * (times - 1)
+                    used = self.order[begun:]
+                    self.order.extend(used * (times - 1))
+                    self.rounds.extend([len(used)] * times)
             watch.close()
             state = 0 if tx is None else bytes_of(tx.init(params))
         return Explanation(
@@ -255,18 +267,45 @@ def _moved(params: Any) -> tuple[int, int]:
     return activations.saved, activations.fetched
 
 
+@pytree_node
+class _PaperParts(Parts):
+    """Parameters in memory tiers, on paper: nothing is loaded, and what would be is recorded."""
+
+    def _new_reading(self) -> Reading:
+        return _PaperReading(self)
+
+
+class _PaperReading(Reading):
+    """A reading on paper that gathers, keeps and drops buckets as one of memory tiers does."""
+
+    def __init__(self, params: Parts) -> None:
+        super().__init__(params)
+        self.cache, self.order = params.index.room.paper
+        for name, one in self.buckets.items():
+            one.block = self.cache.block_of[self.cache.chunk_of[name]]
+
+    def _start_ahead(self, one: BucketReading) -> None:
+        """Gather nothing ahead: it would be recorded too early."""
+
+    def _whole(self, one: BucketReading) -> Tensor:
+        if one not in self.flat:
+            for old in [x for x in self.flat if x.block != one.block]:
+                self._drop(old)
+            chunk = self.cache.chunk_of[one.bucket.name]
+            if self.order[-1:] != [chunk]:
+                self.order.append(chunk)
+        return super()._whole(one)
+
+
 def _in_tiers(
-    found: Explanation, params: TieredParts, cluster: Cluster, count: int | None
+    found: Explanation, params: TieredParts, call: _Call, cluster: Cluster, count: int | None
 ) -> Explanation:
     """Return the explanation of a step whose parameters and state are in host memory.
 
     ``count``  of micro-batches, each of which reads all blocks, and sends gradients that are added up.
     """
     cache, times = params.cache, count or 1
-    order = cache.uses.order
-    if cache.rounds * (once := order[: len(order) // cache.rounds]) == order:
-        order = once
-    uses = Uses(order * times, cache.uses.stale)
+    uses = Uses(call.order, cache.uses.stale)
     how = uses, cache.sizes, cache.room, cache.depth
     room = min(cache.room, sum(cache.sizes.values()))
     loads = scheduled_loads(*how) or []
@@ -287,11 +326,11 @@ def _in_tiers(
         host["buffers"] = store.buffers
     rates = Rates(cluster.links(found.mesh), cluster.flops, cluster.bandwidth)
     computing = rates.seconds(found.work)
-    by_use = _by_use(uses, cache.sizes, times, computing)
+    by_use = _by_use(uses, cache.sizes, call.rounds, computing)
     use = TierUse(
         room, host, len(cache.sizes), len(loads), loaded, sent, computing,
         max(loaded, sent) / cluster.host,
-        step_seconds(*how, by_use, cluster.host, *moved, times),
+        step_seconds(*how, by_use, cluster.host, *moved, call.rounds),
         _largest(params, sum(host.values())), disk, *store.traffic(uses.stale, loads),
     )  # fmt: skip
     # on paper the gradients stayed on the device
@@ -310,7 +349,9 @@ def _sums(cache: ChunkCache, chunks: Collection[str], count: int) -> int:
     return (wide + same * (count > 1)) // cache.shares
 
 
-def _by_use(uses: Uses, sizes: Mapping[str, int], rounds: int, seconds: float) -> list[float]:
+def _by_use(
+    uses: Uses, sizes: Mapping[str, int], rounds: Sequence[int], seconds: float
+) -> list[float]:
     """Split the seconds of a step over its uses by bytes; those of backward count twice."""
     ends = backward_uses(uses.order, rounds)
     shares = [sizes[c] * (1 + (at in ends)) for at, c in enumerate(uses.order)]
@@ -326,8 +367,11 @@ def _largest(params: TieredParts, held: int) -> int | None:
     return sum(numbers.values()) * budget // held
 
 
-def _papers(tree: Any, paper: Mesh) -> Any:
-    """Return a tree with its tensors on the meta device, placed on another mesh."""
+def _papers(tree: Any, paper: Mesh, order: list[str]) -> Any:
+    """Return a tree with its tensors on the meta device, placed on another mesh.
+
+    ``order``  what the chunks of parameters in tiers are added to as they are used.
+    """
 
     def one(x: object) -> object:
         if not isinstance(x, Buckets):
@@ -339,7 +383,8 @@ def _papers(tree: Any, paper: Mesh) -> Any:
         # an index of its own has no memory yet, as that of a first step
         index, kind = replace(x.index), type(x)
         if isinstance(x, TieredParts):
-            kind = Parts
+            kind = _PaperParts
+            index.room.paper = x.cache, order
             index.room.activations = HostActivations(Ledger(device=None, host=None), PAPER, 1)
         return kind({n: on_paper(v, paper) for n, v in x.items()}, index, paper)
 

@@ -13,6 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ from shardlib.modules import parallelize
 from shardlib.modules.dim_trace import trace_dimensions
 from shardlib.modules.rules import stars
 from shardlib.optim.sink import Sink
+from shardlib.optim.tiered import Tiers
 from shardlib.optim.transform import Transform
 from shardlib.optim.zero import zero
 from shardlib.pipeline.stages import Stages
@@ -105,6 +107,7 @@ class Strategy:
     along: Mapping[str, tuple[float, float]]
     explained: Explanation = field(repr=False)
     recipe: str = ""
+    tiers: Mapping[str, Any] = field(default_factory=dict)
     largest: tuple[tuple[str, int], ...] = field(default=(), repr=False)
 
     def better(self, other: "Strategy | None", room: float) -> bool:
@@ -141,6 +144,7 @@ class Question:
     ``recipes``  those whose layouts alone are weighed, or None: every layout on one or two axes,
                  the cubes on three, and the ring where there are fewer rows than ranks.
     ``refused``  parameter -> layouts that are not considered.
+    ``host``     bytes of host memory of one rank for memory tiers; None: there are none.
     """
 
     module: nn.Module
@@ -157,6 +161,7 @@ class Question:
     zero: bool = True
     recipes: tuple[str, ...] | None = None
     refused: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    host: float | None = None
 
     @property
     def rows(self) -> int:
@@ -181,9 +186,11 @@ class Question:
                 if self.recipes is not None or cube or ring:
                     yield recipe, axes
 
-    def transform(self, how: Mapping[str, Any]) -> Transform:
+    def transform(self, how: Mapping[str, Any], tiers: Mapping[str, Any]) -> Transform:
         """Return the optimizer's transform under ``zero`` with these arguments, if there are any."""
-        return zero(self.optimizer, **how) if how else self.optimizer
+        if not how:
+            return self.optimizer
+        return zero(self.optimizer, **how, tiers=Tiers(**tiers) if tiers else None)
 
 
 def meshes_of(ranks: int, cluster: Cluster) -> list[dict[str, int]]:
@@ -220,8 +227,9 @@ class Setting(NamedTuple):
 
     @property
     def name(self) -> tuple[object, ...]:
-        """The recipe, the mesh, the split of the batch, and the axes of ZeRO."""
-        return self.recipe, *self.holding.sizes.items(), self.batch, self.holding.axes
+        """The recipe, the mesh, the split of the batch, and the axes and stage of ZeRO."""
+        holding = self.holding
+        return self.recipe, *holding.sizes.items(), self.batch, holding.axes, holding.stage
 
     @property
     def holding(self) -> Holding:
@@ -272,8 +280,11 @@ class Study:
         )
         self.parts = parts_of(stacks, self.step)
 
-    def settings(self, pipe: int = 1) -> list[Setting]:
-        """List the settings of all meshes, of each of so many stages; those of recipes, few, first."""
+    def settings(self, pipe: int = 1, host: bool = False) -> list[Setting]:
+        """List the settings of all meshes, of each of so many stages; those of recipes, few, first.
+
+        ``host``  those with parameters in host memory.
+        """
         ways = [*self.asked.laid(pipe, self.rows)]
         if self.asked.recipes is None:
             ways += [("", axes) for axes in self.asked.meshes(pipe)]
@@ -281,10 +292,12 @@ class Study:
         for recipe, axes in ways:
             # a recipe may have no layouts for a module, or none on a mesh
             with suppress(*[ShardError] * bool(recipe)):
-                found += self._settings(recipe, axes, pipe)
+                found += self._settings(recipe, axes, pipe, host)
         return found
 
-    def _settings(self, recipe: str, axes: Mapping[str, int], pipe: int) -> Iterator[Setting]:
+    def _settings(
+        self, recipe: str, axes: Mapping[str, int], pipe: int, host: bool
+    ) -> Iterator[Setting]:
         table, candidates = self._table(recipe, axes)
         c = self.cluster
         rates = Rates(c.links({PIPE: pipe, **axes}), c.flops, c.bandwidth)
@@ -294,9 +307,9 @@ class Study:
             every = (), split, tuple(a for a, n in axes.items() if n > 1)
             # what holds least is first: its seconds are a bound where memory is what limits
             for over in dict.fromkeys(every[::-1] if self.asked.zero else every[:1]):
-                holding = Holding(
-                    axes, over, 2 * bool(over), self.state, self.micros, pipe, self.total
-                )
+                stage = 3 if host else 2 * bool(over)
+                how = self.state, self.micros, pipe, self.total, host
+                holding = Holding(axes, over, stage, *how)
                 search = Search(self.step, table, candidates, rates, holding, inputs)
                 yield Setting(search, batch, recipe)
 
@@ -321,6 +334,10 @@ class Study:
         """
         settings = self.settings(pipe)
         best = self.among(settings, known, less or {})
+        if self.asked.host is not None and pipe == 1 and not self.enough:
+            # in host memory nothing is faster than what fits into any memory
+            settings += (tiered := self.settings(host=True))
+            best = self.among(tiered, best, less or {})
         if best is None or best.peak > self.asked.room:
             # what a program thought to fit and be fast does not: slower ways were not looked at
             best = self.among(settings, best, less or {}, bounded=False)
@@ -358,14 +375,22 @@ class Study:
             if free.peak > room:
                 solution = solve(columns, self.counts, room, limit=limit, gap=GAP)
             if solution is not None:
-                bound = min(bound, solution.seconds) if bounded else bound
-                found.append((solution.seconds, len(found), setting, columns, solution))
+                seconds = max(solution.seconds, self._moving(solution, setting.holding))
+                bound = min(bound, seconds) if bounded else bound
+                found.append((seconds, len(found), setting, columns, solution))
         self.thought = min([self.thought, *(f[0] for f in found)])
         for seconds, _, setting, columns, solution in sorted(found, key=lambda f: f[:2]):
             if best is not None and best.peak <= room and seconds >= NEAR * best.seconds:
                 break
             best = self.planned(setting, columns, solution, best)
         return best
+
+    def _moving(self, found: Solution, holding: Holding) -> float:
+        """Return the seconds of the link to the host, at the least: 2 L - C of L parts, of which C stay."""
+        if not holding.host:
+            return 0.0
+        parts = sum(n * holding.loaded(c.way[0].choices()) for c, n in found.counts)
+        return holding.micros * max(parts, 2 * parts - self.asked.room) / self.cluster.host
 
     @property
     def enough(self) -> bool:
@@ -396,14 +421,17 @@ class Study:
     def least(self, pipe: int = 1) -> Strategy | None:
         """Return the way of least bytes, whatever its seconds; of those that fit, the fastest."""
         room, found = self.asked.room, []
-        for setting in self.settings(pipe):
+        settings = self.settings(pipe)
+        if self.asked.host is not None and pipe == 1:
+            settings += self.settings(host=True)
+        for setting in settings:
             solution = solve(self.columns(setting.search), self.counts, room, least=True)
             if solution is not None:
                 found.append((solution.peak, len(found), solution, setting))
         best: Strategy | None = None
         for _, _, solution, setting in sorted(found, key=lambda f: f[:2])[:ROUNDS]:
             made = self.explained(solution, setting)
-            if made.better(best, room):
+            if made is not None and made.better(best, room):
                 best = made
         return best
 
@@ -421,6 +449,8 @@ class Study:
                 break
             tried.add(way)
             made, thought = self.explained(found, setting), found.peak
+            if made is None:
+                break
             if made.better(best, room):
                 best = made
             if made.peak <= room and thought <= NEAR * made.peak:
@@ -495,8 +525,11 @@ class Study:
             found.append(Alive(number, begin, number, operand.nbytes))
         return State(tuple(found))
 
-    def explained(self, found: Solution, setting: Setting) -> Strategy:
-        """Return a solution as a way to train, with the cost of its whole step."""
+    def explained(self, found: Solution, setting: Setting) -> Strategy | None:
+        """Return a solution as a way to train, with the cost of its whole step.
+
+        Nothing is returned where the host is too small.
+        """
         search, holding, asked = setting.search, setting.holding, self.asked
         rules, remat = self.written(found)
         texts = tuple(
@@ -504,33 +537,68 @@ class Study:
             for n in sorted(self.step.inputs, key=self.step.inputs.__getitem__)
         )
         how: dict[str, Any] = {}
-        if holding.axes:
+        if holding.stage:
             how = {"axis": holding.axes, "stage": holding.stage}
         axes = dict(holding.sizes)
         if holding.pipe > 1:
             axes = {PIPE: holding.pipe, **axes}
+        tiers: dict[str, Any] = {}
         with record(**axes):
             apply, params = placed(asked.module, holding.pipe, rules, remat)
             given = [
                 shard(x.detach().to("meta"), text)
                 for x, text in zip(asked.inputs, texts, strict=True)
             ]
-            whole = explain(
-                lambda p, *x: asked.loss(apply, p, *x), params, tuple(given),
-                tx=asked.transform(how), cluster=self.cluster,
-                microbatches=self.micros if self.micros > 1 else None,
+            run = partial(
+                explain, lambda p, *x: asked.loss(apply, p, *x), inputs=tuple(given),
+                cluster=self.cluster, microbatches=self.micros if self.micros > 1 else None,
             )  # fmt: skip
-        late = update_work(sink_of(asked.transform(how), params), holding.pipe)
+            late = StepWork()
+            if holding.host:
+                whole, tiers = self._in_tiers(run, params, how)
+            else:
+                tx = asked.transform(how, tiers)
+                whole, late = run(params, tx=tx), update_work(sink_of(tx, params), holding.pipe)
         if isinstance(whole, PipelineExplanation):
             along, seconds = whole.along, whole.seconds + search.rates.seconds(late)
         else:
             work = replace(whole.work, along=dict(whole.work.along))
             work.join(late)
             along, seconds = work.along, search.rates.seconds(work)
+            if whole.tiers is not None:
+                seconds = whole.tiers.seconds
+                if asked.host is None or sum(whole.tiers.host.values()) > asked.host:
+                    return None
         return Strategy(
             axes, rules, texts, remat, how, self.micros, seconds, whole.peak, along, whole,
-            setting.recipe, self._largest(found),
+            setting.recipe, tiers, self._largest(found),
         )  # fmt: skip
+
+    def _in_tiers(
+        self, run: Callable[..., Explanation], params: object, how: Mapping[str, Any]
+    ) -> tuple[Explanation, dict[str, Any]]:
+        """Explain a step in memory tiers, of which the device's has what the step leaves of its room.
+
+        Where that is less than one block needs, the explanation is that of a device which has it all.
+        """
+        room, found = math.floor(self.asked.room), None
+        device = room
+        for _ in range(ROUNDS):
+            tiers: dict[str, Any] = {"device": device}
+            tx = self.asked.transform(how, tiers)
+            try:
+                found = run(tx.shard(params), tx=tx)
+            except ShardError as e:
+                if e.op != "tiers":
+                    raise
+                break
+            if found.peak <= room:
+                return found, {**tiers, "host": int(self.asked.host or 0)}
+            device -= found.peak - room
+        if found is None:
+            tx = self.asked.transform(how, {"device": 1 << 60})
+            found = run(tx.shard(params), tx=tx)
+        return found, {}
 
     def _largest(self, found: Solution) -> tuple[tuple[str, int], ...]:
         """List a rank's tensors of a solution, largest first: parameters, and what calls make."""

@@ -106,6 +106,7 @@ class Holding:
     ``micros`` micro-batches of a step: of more than one, gradients are added up and summed once.
     ``pipe``   stages of a pipeline, each with as much of every layer's bytes.
     ``total``  bytes of all gradients of the module.
+    ``host``   whether parameters, gradients and state are in host memory, at stage 3.
     """
 
     sizes: Mapping[str, int]
@@ -115,6 +116,7 @@ class Holding:
     micros: int = 1
     pipe: int = 1
     total: float = math.inf
+    host: bool = False
 
     @property
     def bucket(self) -> bool:
@@ -142,7 +144,7 @@ class Holding:
 
     def gradients(self, leaf: Leaf) -> float:
         """Return the bytes of a parameter's gradient at the end of backward."""
-        if self.micros > 1:
+        if self.micros > 1 or self.host:
             # the sum of all micro-batches is kept meanwhile
             return 0.0
         if self.stage < 2:
@@ -151,6 +153,8 @@ class Holding:
 
     def kept(self, leaf: Leaf) -> float:
         """Return the bytes of a parameter, and of its optimizer's state."""
+        if self.host:
+            return 0.0
         own = leaf.operand.nbytes * (1 + self.state / self.parts(leaf))
         if self.micros > 1:
             own += self.added(leaf)
@@ -161,7 +165,7 @@ class Holding:
 
     def gathering(self, sums: Iterable[GradientSum]) -> float:
         """Return the bytes of a bucket and of its sum, of gradients that are summed without ZeRO."""
-        if not self.bucket or self.axes:
+        if not self.bucket or self.axes or self.host:
             return 0.0
         return 2 * sum(s.nbytes for s in sums if s.axes) / self.pipe
 
@@ -178,8 +182,8 @@ class Holding:
 
     def summed(self, s: GradientSum) -> tuple[float, float]:
         """Return bytes and messages of a gradient's sum; with ZeRO its parts' sum and gather."""
-        p = math.prod(self.sizes[a] for a in s.axes)
-        return 2 * (p - 1) / p * s.nbytes, 2 * (p - 1) * self.buckets(s.nbytes)
+        p, passes = math.prod(self.sizes[a] for a in s.axes), 2 + self.host
+        return passes * (p - 1) / p * s.nbytes, passes * (p - 1) * self.buckets(s.nbytes)
 
     def copied(self, s: GradientSum) -> float:
         """Return the bytes read and written to sum a gradient together with others.
@@ -194,11 +198,18 @@ class Holding:
         return (3 + 5 / p) * s.nbytes
 
     def gathered(self, leaf: Leaf, summed: Collection[str]) -> tuple[Axes, float, float]:
-        """Return the axes over which a parameter is gathered after the update, where no sum is."""
+        """Return the axes over which a parameter is gathered, where no sum is.
+
+        That is after the update; at stage 3 for either pass.
+        """
         done = {*leaf.operand.place.layout.axes, *summed}
         axes = tuple(a for a in self.axes if a not in done)
-        p, nbytes = math.prod(self.sizes[a] for a in axes), leaf.operand.nbytes
+        p, nbytes = math.prod(self.sizes[a] for a in axes), (1 + self.host) * leaf.operand.nbytes
         return axes, (p - 1) / p * nbytes, (p - 1) * self.buckets(nbytes)
+
+    def loaded(self, choice: Choice) -> float:
+        """Return the bytes of a rank's parts of parameters."""
+        return sum(leaf.operand.nbytes / self.parts(leaf) for leaf in choice.values())
 
 
 class Search:
@@ -291,6 +302,9 @@ class Search:
             if axes:
                 work.receive(axes, nbytes, messages)
         late = self.rates.seconds(work) / holding.pipe
+        if holding.host:
+            # each micro-batch gathers, and sends its gradients to the host
+            late *= holding.micros
         return holding.passes * forward, holding.passes * back + late
 
     def _sums(self, call: Call, strategy: CallStrategy, choice: Choice) -> tuple[GradientSum, ...]:

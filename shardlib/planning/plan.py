@@ -41,6 +41,7 @@ class Plan(Strategy):
     ``inputs``   layouts of the inputs of the module's forward, in their order.
     ``remat``    policies, as ``parallelize`` takes them.
     ``zero``     keyword arguments of ``sl.optim.zero``; none: no ZeRO.
+    ``tiers``    keyword arguments of ``sl.optim.Tiers``, of ``zero``; none: all is on the device.
     ``microbatches``  as ``value_and_grad`` takes them; 1: the batch is not cut.
     ``peak``     the most bytes of one rank, ``seconds`` of a step: as ``sl.explain`` finds them.
     ``along``    axes -> bytes and messages that a rank receives in a step, the update among it.
@@ -61,14 +62,18 @@ class Plan(Strategy):
     asked: Question = field(repr=False, kw_only=True)
 
     def apply(self, module: nn.Module) -> tuple[Any, dict[str, Any], Transform]:
-        """Return ``(apply, params, tx)`` on the ambient mesh: ``parallelize`` and ``zero`` as planned."""
+        """Return ``(apply, params, tx)`` on the ambient mesh: ``parallelize`` and ``zero`` as planned.
+
+        In memory tiers the parameters are rows in host memory, as ``tx.shard`` returns them.
+        """
         apply, params = placed(module, self.pipe, self.rules, self.remat)
-        return apply, params, self.asked.transform(self.zero)
+        tx = self.asked.transform(self.zero, self.tiers)
+        return apply, tx.shard(params) if self.tiers else params, tx
 
     def without(self, what: str) -> "Plan":
         """Return the plan that has no ``what``, and would be taken if it could not be had.
 
-        ``what``  "remat", "zero", "microbatches", "pipe"; or the name or pattern of parameters, which
+        ``what``  "remat", "zero", "microbatches", "pipe", "tiers"; or the name or pattern of parameters, which
                   then lie otherwise than in this plan, on the same mesh, in all equal layers.
         Raises: NoPlanFits where no other does.
 
@@ -173,6 +178,7 @@ class Plan(Strategy):
             "layout": layout,
             "stages": {"axis": PIPE} if self.pipe > 1 else {},
             "optimizer.zero": dict(self.zero),
+            "tiers": dict(self.tiers),
             "remat": dict(self.remat),
         }
         texts = [_table(name, keys) for name, keys in tables.items() if keys]
@@ -182,7 +188,17 @@ class Plan(Strategy):
 
     def json(self) -> dict[str, Any]:
         """Return the plan and its figures as plain values."""
-        names = ("mesh", "rules", "inputs", "remat", "zero", "microbatches", "seconds", "peak")
+        names = (
+            "mesh",
+            "rules",
+            "inputs",
+            "remat",
+            "zero",
+            "tiers",
+            "microbatches",
+            "seconds",
+            "peak",
+        )
         held = {n: getattr(self.explained, n) for n in ("parameters", "state", "transient")}
         along = {axes: {"bytes": b, "messages": m} for axes, (b, m) in self.along.items()}
         return {n: getattr(self, n) for n in names} | held | {"along": along}
@@ -202,6 +218,8 @@ class Plan(Strategy):
             lines.append(f"{self.microbatches} micro-batches of {each} rows each")
         if self.zero:
             lines.append("zero " + ", ".join(f"{k}={v!r}" for k, v in self.zero.items()))
+        if e.tiers is not None:
+            lines += str(e.tiers).splitlines()
         for axes, (nbytes, messages) in self.along.items():
             lines.append(f"over {axes}: {size(round(nbytes))} in {math.ceil(messages)} messages")
         return "\n".join(lines)
@@ -213,6 +231,7 @@ class Plan(Strategy):
 
 _WITHOUT: dict[str, dict[str, Any]] = {
     "remat": {"remat": False}, "zero": {"zero": False}, "microbatches": {"micros": 1}, "pipe": {"pipe": 1},
+    "tiers": {"host": None},
 }  # fmt: skip
 
 
@@ -240,6 +259,7 @@ def plan(
     microbatches: int | None = None,
     pipe: int | None = None,
     recipes: Sequence[str] | None = None,
+    host: float | str | None = None,
 ) -> Plan:
     """Find the way to train a module that takes least time a step, within ``memory`` on a rank.
 
@@ -260,6 +280,8 @@ def plan(
     ``recipes``  names of ``sl.recipes``: only their layouts are weighed, on every mesh that they
                  take; by default all layouts on one or two axes are, ``cube3d`` on three, and
                  ``ring`` where there are fewer rows than ranks.
+    ``host``     bytes of host memory of one rank, or a text: parameters and state may be there, in
+                 memory tiers, where the device's memory is what costs time; not in stages.
 
     Each call of the step runs on shapes under every layout of what it reads; the best ways through
     equal layers are found by dynamic programming, and how many layers run in which way by an
@@ -298,6 +320,7 @@ def plan(
     asked = Question(
         module, given, call, optimizer or adamw(1e-3), where, room, ranks, mesh, microbatches, pipe,
         recipes=None if recipes is None else tuple(recipes),
+        host=None if host is None else bytes_in(host, "plan", FIX),
     )  # fmt: skip
     return _answer(asked)
 

@@ -12,20 +12,20 @@ from shardlib.tiers.schedule import Uses, repeated
 
 def step_seconds(
     uses: Uses, sizes: Mapping[str, int], room: int, depth: int, computing: Sequence[float],
-    rate: float, saved: float = 0.0, fetched: float = 0.0, rounds: int = 1,
+    rate: float, saved: float = 0.0, fetched: float = 0.0, rounds: Sequence[int] = (),
 ) -> float:  # fmt: skip
     """Return the seconds of a step that repeats.
 
     ``computing``  seconds of each use.
     ``rate``       bytes a second of each link.
     ``saved``      bytes that forward sends to the host; ``fetched``  those that backward gets back.
-    ``rounds``     how often the order has a forward and a backward: of micro-batches.
+    ``rounds``     the uses of each forward with its backward, of micro-batches; by default of one.
 
     >>> step_seconds(Uses("abba", "ab"), {"a": 1, "b": 1}, 2, 1, [1, 1, 2, 2], 2.0)
     7.0
     """
     plan = repeated(uses, sizes, room, depth) or []
-    last = backward_uses(uses.order, rounds)
+    last = backward_uses(uses.order, rounds or [len(uses.order)])
     now, ends = 0.0, [0.0]
     up = down = 0.0
     # when each chunk's copy is there
@@ -51,11 +51,13 @@ def step_seconds(
     return ends[2] - ends[1]
 
 
-def backward_uses(order: Sequence[str], rounds: int) -> set[int]:
+def backward_uses(order: Sequence[str], rounds: Sequence[int]) -> set[int]:
     """Return the positions of each chunk's last use in each round: those of its backward.
 
-    >>> sorted(backward_uses("abba" * 2, 2))
+    >>> sorted(backward_uses("abba" * 2, [4, 4]))
     [2, 3, 6, 7]
     """
-    length = len(order) // rounds
-    return set({(at // length, chunk): at for at, chunk in enumerate(order)}.values())
+    of = [i for i, n in enumerate(rounds) for _ in range(n)]
+    return set(
+        {(i, chunk): at for at, (i, chunk) in enumerate(zip(of, order, strict=True))}.values()
+    )

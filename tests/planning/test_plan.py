@@ -81,6 +81,34 @@ def test_a_planned_step_is_one_process_s(share: float) -> None:
     assert losses(found.mesh, model, found) == pytest.approx(want, abs=1e-12)
 
 
+@pytest.mark.parametrize("ranks", [2])
+def test_a_plan_in_tiers_is_one_process_s_within_what_it_says_of_each_tier(ranks: int) -> None:
+    torch.manual_seed(0)
+    model, slow = Words(8).double(), replace(CLUSTER, host=1e8)
+    where: dict[str, Any] = {"mesh": {"a": ranks}, "loss": loss, "cluster": slow, "microbatches": 1}
+    memory = 0.16 / ranks * sl.plan(model, GIVEN, **where).peak
+    with pytest.raises(sl.errors.NoPlanFits):
+        sl.plan(model, GIVEN, memory=memory, host="1MB", **where)
+    found = sl.plan(model, GIVEN, memory=memory, host="10MB", **where)
+    assert found.peak <= memory and found.zero["stage"] == 3
+    with sl.simulate(**found.mesh):
+        apply, parts, tx = found.apply(model)
+        given = [sl.shard(x, text) for x, text in zip(GIVEN, found.inputs, strict=True)]
+        step = sl.value_and_grad(lambda p, *x: loss(apply, p, *x), into=tx)
+        state, got, moved = tx.init(parts), [], []
+        for _ in range(3):
+            before = parts.cache.loads
+            value, grads = step(parts, *given)
+            parts, state, _ = sl.optim.step(tx, parts, grads, state)
+            got.append(value.item())
+            moved.append(parts.cache.loads - before)
+        ledger = parts.cache.ledger
+    assert got == pytest.approx(losses({"a": 1}, model, None), abs=1e-12)
+    use = found.explained.tiers
+    assert use is not None and moved[1:] == [use.loads] * 2 and use.loads > use.blocks
+    assert ledger.peak["device"] <= found.tiers["device"] < found.peak
+
+
 def losses(mesh: Any, model: Any, plan: Any, batch: Any = GIVEN) -> list[float]:
     with sl.simulate(**mesh):
         tx = sl.optim.adamw(1e-3)
@@ -170,7 +198,8 @@ def test_fewer_rows_than_ranks_are_split_along_the_sequence() -> None:
 
 
 @pytest.mark.parametrize(
-    ("memory", "recipes"), [("500KB", None), ("700KB", None), ("9MB", "cube3d"), ("9MB", "ring")]
+    ("memory", "recipes"),
+    [("500KB", None), ("700KB", None), ("9MB", "cube3d"), ("9MB", "ring"), ("200KB", "host")],
 )
 def test_what_is_written_as_a_file_trains_as_one_process_does(
     memory: str, recipes: str | None, tmp_path: Path
@@ -188,8 +217,10 @@ lr = 1e-3
 every = 1
 """
     how: dict[str, Any] = {"recipes": [recipes]} if recipes else {}
+    if recipes == "host":
+        how = {"host": "10MB"}
     found = sl.plan(Words(), GIVEN, ranks=2, memory=memory, cluster=CLUSTER, loss=loss, **how)
-    assert found.recipe == (recipes or "")
+    assert (found.recipe or (found.tiers and "host")) == (recipes or {})
     alone = '[data]\nbatch = 8\n[mesh]\na = 1\n[layout]\nrules = [["*", "..."]]'
     losses = []
     for name, text in {"planned": found.toml(), "alone": alone}.items():
