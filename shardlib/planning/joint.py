@@ -13,6 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -48,6 +49,9 @@ from shardlib.planning.pareto import Alive, Holding, Search, State, Way
 from shardlib.planning.program import Column, Solution, solve
 from shardlib.planning.strategies import Table
 from shardlib.planning.work import Rates, StepWork
+
+WHOLE = ("...",)
+"""What a rule says of a parameter that is whole on all ranks."""
 
 NEAR = 1.05
 """Share of the best plan's seconds to which a program may think that a plan takes."""
@@ -429,9 +433,9 @@ class Study:
             if solution is not None:
                 found.append((solution.peak, len(found), solution, setting))
         best: Strategy | None = None
-        for _, _, solution, setting in sorted(found, key=lambda f: f[:2])[:ROUNDS]:
-            made = self.explained(solution, setting)
-            if made is not None and made.better(best, room):
+        ways = (self.explained(f[2], f[3]) for f in sorted(found, key=lambda f: f[:2]))
+        for made in itertools.islice(filter(None, ways), ROUNDS):
+            if made.better(best, room):
                 best = made
         return best
 
@@ -617,7 +621,10 @@ class Study:
     def written(
         self, found: Solution
     ) -> tuple[tuple[tuple[str, ...], ...], tuple[tuple[str, str], ...]]:
-        """Write a solution's layouts and remat as rules; what most layers of a stack have, last."""
+        """Write a solution's layouts and remat as rules; what most layers of a stack have, last.
+
+        Vectors that are whole have one rule behind all others, where none of these is theirs too.
+        """
         said: dict[str, dict[int, tuple[str, ...]]] = defaultdict(dict)
         rules: list[tuple[str, ...]] = []
         remat: list[tuple[str, str]] = []
@@ -644,7 +651,18 @@ class Study:
             rules += _folded(pattern, of_layers)
         for (stack, policy), numbers in again.items():
             remat += [(f"{stack}.{n}".lstrip("."), policy) for n in patterns(numbers)]
-        return tuple(rules), tuple(remat)
+        others = [rule for rule in rules if rule[1:] != WHOLE]
+        one = (
+            others
+            if all(rule in others or not _first(others, rule[0]) for rule in rules)
+            else rules
+        )
+        return (*one, *[("*", *WHOLE)] * (one != rules)), tuple(remat)
+
+
+def _first(rules: Sequence[tuple[str, ...]], pattern: str) -> bool:
+    """Return whether a rule applies to names of a pattern."""
+    return any(fnmatchcase(pattern.replace("*", "0"), rule[0]) for rule in rules)
 
 
 def _folded(pattern: str, said: Mapping[int, tuple[str, ...]]) -> list[tuple[str, ...]]:

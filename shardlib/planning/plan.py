@@ -55,8 +55,8 @@ class Plan(Strategy):
     >>> found = sl.plan(mlp, torch.empty(32, 64), ranks=2)
     >>> with sl.simulate(**found.mesh):
     ...     apply, params, tx = found.apply(mlp)
-    >>> sorted(params) == sorted(name for name, *_ in found.rules)
-    True
+    >>> sl.layout_of(params["0.weight"]), found.rules
+    (Layout('. .'), (('0.weight', '. .'), ('2.weight', '. .'), ('*', '...')))
     """
 
     asked: Question = field(repr=False, kw_only=True)
@@ -156,9 +156,8 @@ class Plan(Strategy):
         pad = true
         rules = [
             ["0.weight", ". ."],
-            ["0.bias", "..."],
             ["2.weight", ". ."],
-            ["2.bias", "..."],
+            ["*", "..."],
         ]
         <BLANKLINE>
         [optimizer.zero]
