@@ -26,7 +26,6 @@ from shardlib.planning.explanation import size
 from shardlib.planning.joint import update_work
 from shardlib.planning.layer_dedup import outline
 from shardlib.planning.plan import loss_of
-from shardlib.planning.work import Rates
 
 __all__: list[str] = []
 
@@ -257,7 +256,7 @@ def priced(
             lambda p, *x: loss(apply, p, *x), params, tuple(given), tx=tx, cluster=cluster
         )
         whole.work.join(update_work(sink_of(tx, params)))
-    rates = Rates(cluster.links(mesh), cluster.flops, cluster.bandwidth)
+    rates = cluster.rates(mesh)
     text = f"{name} {' '.join(f'{a}={n}' for a, n in mesh.items())}"
     text += "".join(f" {what}" for what in (*options, *["zero"] * zero, *["remat"] * bool(stacks)))
     return Priced(text, rates.seconds(whole.work), whole.peak)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardlib.capacity import bytes_in
-from shardlib.command.config import Config, ConfigError, answer, optional, takes_file, told
+from shardlib.command.config import Config, ConfigError, answer, near, optional, takes_file, told
 from shardlib.command.explain import explain_run
 from shardlib.command.from_config import (
     axes_of,
@@ -30,7 +30,7 @@ from shardlib.command.train import checked
 from shardlib.errors import BadArgument, NoPlanFits
 from shardlib.mesh import Link
 from shardlib.optim import Precision
-from shardlib.planning.cluster import CLUSTERS, Cluster, measured
+from shardlib.planning.cluster import CLUSTERS, Cluster, cluster_of, measured
 from shardlib.planning.explanation import size
 from shardlib.planning.plan import Plan, plan
 from shardlib.seeing import PlanChart
@@ -60,7 +60,14 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--picture", default="", help="what ranks hold and where a step's seconds go: .png, .svg"
     )
-    parser.add_argument("--cluster", default="h100", choices=[*CLUSTERS], help="of these nodes")
+    parser.add_argument(
+        "--cluster", default="h100", metavar="NAME",
+        help=f"of these nodes: {', '.join(CLUSTERS)}, or a file that ends in .toml",
+    )  # fmt: skip
+    parser.add_argument(
+        "--measure", default="", metavar="FILE",
+        help="measure this device, and the links between torchrun's ranks; write the cluster: .toml",
+    )  # fmt: skip
     for which, where in (("inside", "within a node"), ("between", "between nodes")):
         parser.add_argument(
             f"--{which}", type=_link, metavar="SECONDS,BYTES",
@@ -75,6 +82,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 def main(given: argparse.Namespace) -> int:
     """Run the command: return 0, or 4 if nothing fits for one of the numbers of ranks."""
     check_out("plan", "--picture", given.picture, ".png", ".svg", ".pdf")
+    check_out("plan", "--measure", given.measure, ".toml")
     config = Config({})
     if given.model.endswith(".toml"):
         config = checked(given.model, given.set, whole=False)
@@ -154,15 +162,27 @@ def _in_tiers(given: argparse.Namespace, config: Config) -> int:
 
 
 def _cluster(given: argparse.Namespace) -> Cluster:
-    """Return the cluster, with links from the arguments or measured by this job's ranks."""
-    found = CLUSTERS[given.cluster]
-    if under_launcher() and not (given.inside and given.between):
+    """Return the cluster, with links from the arguments or measured by this job's ranks.
+
+    Raises: ConfigError.
+    """
+    try:
+        found = cluster_of(given.cluster)
+    except BadArgument as e:
+        raise ConfigError(f"--cluster {e.message}{near(given.cluster, CLUSTERS)}") from e
+    if given.measure or (under_launcher() and not (given.inside and given.between)):
         found = measured(found)
-        # one rank plans, the others end here
-        dist.destroy_process_group()
+        if under_launcher():
+            # one rank plans, the others end here
+            dist.destroy_process_group()
     said = {n: link for n in ("inside", "between") if (link := getattr(given, n)) is not None}
     node = given.node or found.node
-    return replace(found, **said, node=node, source=_source(found.source, said))
+    found = replace(found, **said, node=node, source=_source(found.source, said))
+    if given.memory is not None:
+        found = replace(found, memory=given.memory)
+    if given.measure and not int(os.environ.get("RANK", 0)):
+        found.save(given.measure)
+    return found
 
 
 def _source(source: str, said: Mapping[str, Link]) -> str:

@@ -174,7 +174,7 @@ class StepPrices:
             # links as measured, else those of the cluster
             mesh, cluster = self.pipeline.mesh, self.cluster
             links = {"one": Link(), **cluster.links(mesh.axes), **mesh.links}
-            rates = Rates(links, cluster.flops, cluster.bandwidth)
+            rates = replace(cluster.rates({}), links=links)
             stages = [step.stage(s, rates) for s in range(table.stages)]
             places = [step.place(r, rates) for r in range(table.size)]
         line = timeline(

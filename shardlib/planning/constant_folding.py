@@ -205,13 +205,13 @@ class Result:
     """The one tensor that an operation on the meta device returns: how to make an equal one.
 
     ``size``  None where the operation returns its first operand.
-    ``cost``  operations, and bytes read and written, once they are counted: ``work.Meter``.
+    ``cost``  class of kernel, operations, and bytes read and written, once they are counted: ``work.Meter``.
     """
 
     size: tuple[int, ...] | None
     stride: tuple[int, ...] = ()
     dtype: torch.dtype | None = None
-    cost: tuple[float, int] | None = None
+    cost: tuple[Any, float, int] | None = None
 
     def of(self, args: Args) -> Tensor:
         """Return the tensor."""

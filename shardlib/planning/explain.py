@@ -44,7 +44,7 @@ from shardlib.placing import padded_size
 from shardlib.planning.cluster import Cluster, cluster_of
 from shardlib.planning.constant_folding import Known
 from shardlib.planning.explanation import Explanation, Row, TierUse
-from shardlib.planning.work import Meter, Rates, StepWork
+from shardlib.planning.work import Meter, StepWork
 from shardlib.tensor import ShardedTensor, Together, raw_of, settle, typeof
 from shardlib.tiers.activations import HostActivations
 from shardlib.tiers.ledger import Ledger
@@ -324,7 +324,7 @@ def _in_tiers(
         disk += row.nbytes * (2 * store.durable or key in store.away)
     if store.buffers:
         host["buffers"] = store.buffers
-    rates = Rates(cluster.links(found.mesh), cluster.flops, cluster.bandwidth)
+    rates = cluster.rates(found.mesh)
     computing = rates.seconds(found.work)
     by_use = _by_use(uses, cache.sizes, call.rounds, computing)
     use = TierUse(

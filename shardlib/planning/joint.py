@@ -48,7 +48,7 @@ from shardlib.planning.layer_dedup import Outline, outline
 from shardlib.planning.pareto import Alive, Holding, Search, State, Way
 from shardlib.planning.program import Column, Solution, solve
 from shardlib.planning.strategies import Table
-from shardlib.planning.work import Rates, StepWork
+from shardlib.planning.work import StepWork
 
 WHOLE = ("...",)
 """What a rule says of a parameter that is whole on all ranks."""
@@ -303,8 +303,7 @@ class Study:
         self, recipe: str, axes: Mapping[str, int], pipe: int, host: bool
     ) -> Iterator[Setting]:
         table, candidates = self._table(recipe, axes)
-        c = self.cluster
-        rates = Rates(c.links({PIPE: pipe, **axes}), c.flops, c.bandwidth)
+        rates = self.cluster.rates({PIPE: pipe, **axes})
         for batch in reversed(candidates.batches(self.rows)):
             inputs = candidates.inputs(batch, self.inputs)
             split = next(iter(inputs.values())).place.layout.axes
@@ -500,7 +499,7 @@ class Study:
         with record(one=1) as mesh:
             candidates = Candidates(self.step, mesh, self.parameters, self.groups)
         inputs = candidates.inputs(".", self.inputs)
-        rates = Rates({}, self.cluster.flops, self.cluster.bandwidth)
+        rates = self.cluster.rates({})
         search = Search(
             self.step, Table(self.step, mesh), candidates, rates, Holding({"one": 1}), inputs
         )

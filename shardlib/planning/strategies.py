@@ -6,7 +6,7 @@ step answers with the layouts of its results, what it moves, computes, saves and
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -198,13 +198,13 @@ class _CallOnShapes:
     def times(self, more: int) -> Callable[[], None]:
         """Begin a step of a loop; the function that ends it counts as many more equal ones."""
         now, begun = self.work, len(self.events)
-        flops, touched, calls = now.flops, now.touched, now.calls
+        before = replace(now, along={}, kernels=dict(now.kernels))
 
         def end() -> None:
             self.events += self.events[begun:] * more
-            now.join(
-                StepWork({}, now.flops - flops, now.touched - touched, now.calls - calls), more
-            )
+            step = replace(now, along={}, kernels=dict(now.kernels))
+            step.join(before, -1)
+            now.join(step, more)
 
         return end
 

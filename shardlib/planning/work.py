@@ -1,10 +1,11 @@
 """StepWork of a step on one rank: transfers, operations, bytes read and written; and its seconds."""
 
+import bisect
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
@@ -20,22 +21,43 @@ from shardlib.planning.constant_folding import result_of
 _MOVES_NOTHING = ("empty", "new_empty", "_unsafe_view")
 
 
+class KernelClass(NamedTuple):
+    """Class of operators that run at about one rate.
+
+    ``kind``  "matmul" or "attention", and the dtype: "matmul float32".
+    ``size``  the smallest dimension of a product; the length of attention.
+    """
+
+    kind: str
+    size: int
+
+
 @dataclass
 class StepWork:
     """Work of a pass of a call, on one rank.
 
     ``along``    axes -> (bytes, messages) that it receives.
-    ``flops``    operations of products and attention; ``touched`` bytes that operators read and
-                 write; ``calls`` how many operators run.
+    ``kernels``  operations of products and of attention, and bytes that these read and write.
+    ``touched``  bytes that all operators read and write; ``calls`` how many operators run.
     ``saved``    bytes that memory tiers copy to the host for backward; ``fetched`` those back.
     """
 
     along: dict[str, tuple[float, float]] = field(default_factory=dict)
-    flops: float = 0.0
+    kernels: dict[KernelClass, tuple[float, float]] = field(default_factory=dict)
     touched: float = 0.0
     calls: float = 0
     saved: float = 0
     fetched: float = 0
+
+    @property
+    def flops(self) -> float:
+        """Operations of products and of attention."""
+        return sum(flops for flops, _ in self.kernels.values())
+
+    def compute(self, kernel: KernelClass, flops: float, touched: float) -> None:
+        """Add operations of a class, and the bytes that they read and write."""
+        had = self.kernels.get(kernel, (0.0, 0.0))
+        self.kernels[kernel] = had[0] + flops, had[1] + touched
 
     def add(self, events: Sequence[Event]) -> None:
         """Add transfers."""
@@ -57,26 +79,60 @@ class StepWork:
         """Add the work of a part that runs so many times, or as a share of ranks."""
         for axes, (nbytes, messages) in other.along.items():
             self.receive(axes.split(), times * nbytes, times * messages)
-        self.flops += times * other.flops
+        for kernel, (flops, touched) in other.kernels.items():
+            self.compute(kernel, times * flops, times * touched)
         self.touched += times * other.touched
         self.calls += times * other.calls
         self.saved += times * other.saved
         self.fetched += times * other.fetched
 
 
+Table = Mapping[str, Mapping[int, float]]
+"""Kind of kernel -> size -> operations per second, as ``measure_device`` finds them."""
+
+
 @dataclass(frozen=True)
 class Rates:
-    """Seconds of work: a link per axis, operations and bytes per second, seconds per operator."""
+    """Seconds of work: a link per axis, operations and bytes per second, seconds per operator.
+
+    ``kernels``  rates of kinds of kernels by size; of all others ``flops`` is the rate.
+
+    >>> rates = Rates({}, 1e9, kernels={"matmul float32": {16: 1e9, 64: 4e9}})
+    >>> [f"{rates.rate(KernelClass('matmul float32', n)):.0e}" for n in (1, 16, 32, 64, 1024)]
+    ['1e+09', '1e+09', '2e+09', '4e+09', '4e+09']
+    """
 
     links: Mapping[str, Link]
     flops: float
     bandwidth: float = math.inf
     call: float = 0.0
+    kernels: Table = field(default_factory=dict)
 
     def seconds(self, work: StepWork) -> float:
         """Add the seconds of computing and of transfers; none overlap."""
-        computing = work.flops / self.flops + work.touched / self.bandwidth + work.calls * self.call
-        return computing + self.moving(work.along)
+        return self.computing(work) + self.moving(work.along)
+
+    def computing(self, work: StepWork) -> float:
+        """Add the seconds of operators; a rate of kernels has the bytes that these touch in it."""
+        products, touched = work.flops / self.flops, work.touched
+        if self.kernels:
+            products = sum(n / self.rate(kernel) for kernel, (n, _) in work.kernels.items())
+            touched -= sum(
+                n for kernel, (_, n) in work.kernels.items() if kernel.kind in self.kernels
+            )
+        return products + touched / self.bandwidth + work.calls * self.call
+
+    def rate(self, kernel: KernelClass) -> float:
+        """Return the operations per second of a class: on a line between the logarithms of two."""
+        found = sorted(self.kernels.get(kernel.kind, {}).items())
+        if not found:
+            return self.flops
+        at = bisect.bisect_left(found, (kernel.size, 0.0))
+        if at in (0, len(found)):
+            return found[min(at, len(found) - 1)][1]
+        (low, slow), (high, fast) = found[at - 1], found[at]
+        share = math.log(kernel.size / low) / math.log(high / low)
+        return slow * (fast / slow) ** share
 
     def moving(self, along: Mapping[str, tuple[float, float]]) -> float:
         """Add the seconds of transfers."""
@@ -114,15 +170,16 @@ class Meter(Live):
         known = result_of(func, args, kwargs)
         if known is None:
             out = super().__torch_dispatch__(func, types, args, kwargs)
-            flops, nbytes = _cost(func, out, args, kwargs)
+            kernel, flops, nbytes = _cost(func, out, args, kwargs)
         else:
             out = known.of(args)
             if known.size is not None:
                 self._note(out, new=True)
             if known.cost is None:
                 known.cost = _cost(func, out, args, kwargs)
-            flops, nbytes = known.cost
-        self.work.flops += flops
+            kernel, flops, nbytes = known.cost
+        if kernel is not None:
+            self.work.compute(kernel, flops, nbytes)
         self.work.touched += nbytes
         self.work.calls += bool(flops or nbytes)
         return out
@@ -135,9 +192,33 @@ def _is_view(func: Func) -> bool:
     return any(a is not None and not a.is_write for a in aliases)
 
 
-def _cost(func: Func, out: object, args: Args, kwargs: Kwargs) -> tuple[float, int]:
+def _cost(
+    func: Func, out: object, args: Args, kwargs: Kwargs
+) -> tuple[KernelClass | None, float, int]:
     operands = tensors_in((args, kwargs))
-    return operations(func, out, args, kwargs), touched(func, operands, out)
+    flops = operations(func, out, args, kwargs)
+    kernel = kernel_of(func, out, operands, flops) if flops else None
+    return kernel, flops, touched(func, operands, out)
+
+
+def kernel_of(func: Func, out: object, operands: Sequence[Tensor], flops: float) -> KernelClass:
+    """Return the class of an operator that has so many operations.
+
+    >>> import torch
+    >>> a, b = torch.empty(8, 4, 32), torch.empty(8, 32, 64)
+    >>> kernel_of(torch.ops.aten.bmm.default, a @ b, [a, b], 2 * 8 * 4 * 32 * 64)
+    KernelClass(kind='matmul float32', size=4)
+    """
+    name, dtype = func.__name__, str(operands[0].dtype).removeprefix("torch.")
+    if "attention" in name:
+        return KernelClass(f"attention {dtype}", operands[0].shape[-2])
+    if isinstance(out, Tensor) and out.dim() < 4:
+        size = min(*out.shape[-2:], round(flops / (2 * out.numel())))
+    else:
+        # of a convolution: its channels, or what is read for one of them
+        weight = operands[1 + name.startswith("convolution_backward")]
+        size = min(weight.shape[0], weight[0].numel())
+    return KernelClass(f"matmul {dtype}", size)
 
 
 def touched(func: Func, operands: Iterable[Tensor], out: object) -> int:
@@ -150,5 +231,12 @@ def touched(func: Func, operands: Iterable[Tensor], out: object) -> int:
 
 def operations(func: Func, out: object, args: Args, kwargs: Kwargs) -> float:
     """Count the floating point operations of an operator: of products, convolutions, attention."""
-    count = flop_registry.get(func.overloadpacket)
+    count = flop_registry.get(_counted(func))
     return 0.0 if count is None else count(*args, **kwargs, out_val=out)
+
+
+@cache
+def _counted(func: Func) -> Any:
+    """Return the operator whose operations torch counts: for the CPU's attention, another's."""
+    names = {op.__name__: op for op in flop_registry}
+    return names.get(func.overloadpacket.__name__.replace("_for_cpu", ""))

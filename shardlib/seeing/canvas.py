@@ -172,7 +172,7 @@ class Pictured:
         self.picture().save(file)
 
 
-MARK = "written by shardlib.seeing"
+MARK = "written by shardlib"
 """Words near the beginning or the end of every file that ``save`` writes."""
 
 # key of metadata

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 from shardlib.planning.explanation import PipelineExplanation, size
 from shardlib.planning.plan import Plan
-from shardlib.planning.work import Rates
 from shardlib.seeing.canvas import Picture, Pictured, canvas, html_table, text_table
 
 
@@ -80,7 +79,7 @@ def _rows(plan: Plan) -> list[RankParts]:
     name = f"{ranks} on {' '.join(f'{a}={n}' for a, n in plan.mesh.items())}"
     if isinstance(told, PipelineExplanation):
         return _places(plan, told, name)
-    rates = Rates(plan.asked.cluster.links(plan.mesh), 1.0)
+    rates = plan.asked.cluster.rates(plan.mesh)
     moving = {axes: rates.moving({axes: moved}) for axes, moved in plan.along.items()}
     holds = {
         "parameters": told.parameters, "state": told.state, "activations": told.saved,

@@ -53,6 +53,25 @@ def test_a_file_is_planned_with_its_own_batch_loss_and_optimizer(
     assert written["microbatches"] == 4 and written["data"]["batch"] == 64
 
 
+def test_what_is_measured_is_a_file_that_plans_alike(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The file of this machine as docs/command.md makes it is planned with, too."""
+    lab, gloo = str(tmp_path / "lab.toml"), ROOT / "examples" / "gloo.toml"
+    given = ["plan", *GPT, "--ranks", "1", "--pipe", "1", "--microbatches", "1", "--json"]
+    found = []
+    for more in (
+        ["--measure", lab, "--memory", "8GiB"],
+        ["--cluster", lab],
+        ["--cluster", str(gloo)],
+    ):
+        assert main([*given, *more]) == 0
+        found.append(json.loads(capsys.readouterr().out)[0])
+    assert found[0] == found[1] != found[2] and found[0]["links"]["source"].startswith("kernels")
+    assert found[2]["links"]["source"].startswith("measured between 2 ranks of a node")
+    assert str(gloo.relative_to(ROOT)) in (ROOT / "docs" / "command.md").read_text()
+
+
 def test_a_plan_with_stages_is_a_file_of_them(capsys: pytest.CaptureFixture[str]) -> None:
     slow = ["--between", "1e-3,6e6", "--inside", "1e-3,6e6", "--node", "1"]
     given = ["plan", "examples.gpt:gpt", "--batch", "64", "--sequence", "64", "--ranks", "4"]
@@ -72,6 +91,8 @@ def test_a_plan_with_stages_is_a_file_of_them(capsys: pytest.CaptureFixture[str]
         ([*GPT], "--ranks must be given"),
         ([*GPT, "--ranks", "two"], "a whole number"),
         ([*GPT, "--ranks", "2", "--cluster", "h10"], "did you mean 'h100'?"),
+        ([*GPT, "--ranks", "2", "--cluster", "no.toml"], "no.toml: [Errno 2] No such file"),
+        ([*GPT, "--ranks", "2", "--measure", "lab.json"], "--measure lab.json: write"),
         ([*GPT, "--ranks", "2", "--pipe", "3"], "2 ranks make no 3 stages"),
         ([*GPT, "--ranks", "2", "--memory", "much"], "--memory: much: write 80GiB"),
         (

@@ -48,7 +48,7 @@ def by_recipe(model: Any, name: str, mesh: dict[str, int], remat: str) -> tuple[
         found = explain(
             lambda p, *x: loss(apply, p, *x), params, tuple(given), tx=sl.optim.adamw(0.01)
         )
-    rates = sl.planning.work.Rates(CLUSTER.links(mesh), CLUSTER.flops, CLUSTER.bandwidth)
+    rates = CLUSTER.rates(mesh)
     return rates.seconds(found.work), found.peak
 
 
