@@ -237,6 +237,6 @@ def operations(func: Func, out: object, args: Args, kwargs: Kwargs) -> float:
 
 @cache
 def _counted(func: Func) -> Any:
-    """Return the operator whose operations torch counts: for the CPU's attention, another's."""
+    """Return the operator whose operations torch counts, for one in place or the CPU's attention."""
     names = {op.__name__: op for op in flop_registry}
-    return names.get(func.overloadpacket.__name__.replace("_for_cpu", ""))
+    return names.get(func.overloadpacket.__name__.replace("_for_cpu", "").rstrip("_"))

@@ -62,6 +62,15 @@ def test_the_cpu_s_attention_has_the_operations_of_its_products() -> None:
     assert meter.work.flops == 7 * 2 * 2 * 4 * 24 * 24 * 8
 
 
+def test_a_product_that_is_added_in_place_has_its_operations() -> None:
+    """As SUMMA's are: torch counts those of a new tensor alone."""
+    c, a, b = (torch.empty(2, 8, 8) for _ in range(3))
+    with Meter(StepWork()) as meter:
+        c.baddbmm_(a, b)
+        c[0].addmm_(a[0], b[0])
+    assert meter.work.flops == 3 * 2 * 8**3 and {k.size for k in meter.work.kernels} == {8}
+
+
 def test_equal_rates_of_all_classes_are_one_rate() -> None:
     """What a product reads and writes is in its class's rate, and not priced again."""
     x, w = torch.empty(64, 32), torch.empty(48, 32, requires_grad=True)
