@@ -70,8 +70,10 @@ def needs(
     return 3 * plan.parameters + plan.transient
 
 
-def most(need: Callable[[int], int], room: int, unit: int) -> int:
+def most(need: Callable[[int], int], room: int, unit: int, first: int = 1) -> int:
     """The largest multiple of ``unit`` that needs at most ``room`` bytes; 0 if none does.
+
+    ``first``  of the guesses, which fits unless it is 1.
 
     A step on paper takes a second, and memory grows almost in proportion: each guess is where a
     line through two that are known leaves no room (regula falsi; the Illinois rule halves the side
@@ -81,10 +83,10 @@ def most(need: Callable[[int], int], room: int, unit: int) -> int:
     def spare(n: int) -> float:
         return float(room - need(n * unit))
 
-    low, left = 1, spare(1)
+    low, left = first, spare(first)
     if left < 0:
         return 0
-    high, lack = 2, -spare(2)
+    high, lack = 2 * first, -spare(2 * first)
     while lack <= 0:
         step = (left + lack) / (high - low)  # none while what hangs on no batch is the most
         more = math.ceil(-lack / step) if step > 0 else high
