@@ -197,6 +197,12 @@ class Question:
         return zero(self.optimizer, **how, tiers=Tiers(**tiers) if tiers else None)
 
 
+def _order(found: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return what solutions are explained by: seconds, and of equal ones those of fewer axes first."""
+    seconds, number, setting, *_ = found
+    return float(f"{seconds:.9g}"), len(setting.holding.sizes), number
+
+
 def meshes_of(ranks: int, cluster: Cluster) -> list[dict[str, int]]:
     """List the meshes of so many ranks with at most two axes, the larger named "a".
 
@@ -382,10 +388,15 @@ class Study:
                 bound = min(bound, seconds) if bounded else bound
                 found.append((seconds, len(found), setting, columns, solution))
         self.thought = min([self.thought, *(f[0] for f in found)])
-        for seconds, _, setting, columns, solution in sorted(found, key=lambda f: f[:2]):
+        seen: set[tuple[str, str]] = set()
+        for seconds, _, setting, columns, solution in sorted(found, key=_order):
             if best is not None and best.peak <= room and seconds >= NEAR * best.seconds:
                 break
-            best = self.planned(setting, columns, solution, best)
+            # the same layouts over one axis and over two that make it up, but for rounding
+            figures = f"{seconds:.9g}", f"{solution.peak:.9g}"
+            if figures not in seen:
+                best = self.planned(setting, columns, solution, best)
+            seen.add(figures)
         return best
 
     def _moving(self, found: Solution, holding: Holding) -> float:
