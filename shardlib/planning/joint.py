@@ -77,13 +77,6 @@ class Part:
     path: str = ""
     layers: tuple[str, ...] = ("",)
 
-    @property
-    def policies(self) -> tuple[str, ...]:
-        """The policies of remat to weigh: layers may be computed again, what is around them not."""
-        if len(self.layers) > 1:
-            return "", "full"
-        return ("",)
-
     def goes_on(self, step: StepCalls) -> bool:
         """Return whether an equal layer may follow: what is new has sizes of what is gone."""
         if len(self.layers) == 1:
@@ -488,14 +481,14 @@ class Study:
         for number, part in enumerate(self.parts):
             ends: dict[State, float] = {}
             layers, rest = len(part.layers), sum(self.ideal[number + 1 :]) / ranks
-            policies = part.policies if self.asked.remat else ("",)
-            for (begin, spent), remat in itertools.product(reached.items(), policies):
+            for (begin, spent), remat in itertools.product(reached.items(), self._policies(part)):
                 own = (limit - spent - rest) / layers
                 for after, ways in search.run(part.calls, begin, remat, own).items():
-                    # what is computed again is saved by none
+                    # what is computed again is saved by none, but what a single layer reads
                     end = after
                     if remat:
-                        end = after._replace(saved=after.saved & begin.saved)
+                        read = begin.saved | (_roots(part.calls, begin) if layers == 1 else set())
+                        end = after._replace(saved=frozenset(read & {x.root for x in after.alive}))
                     if layers > 1 and not _repeats(begin, end):
                         continue
                     made = [_column(number, begin, end, way, remat, search.holding) for way in ways]
@@ -504,6 +497,12 @@ class Study:
                     ends[end] = min(least, ends.get(end, math.inf))
             reached = ends
         return found
+
+    def _policies(self, part: Part) -> tuple[str, ...]:
+        """Return the policies of remat to weigh: layers may be computed again, what is around them not."""
+        module: Any = type(self.small.get_submodule(part.path))
+        runs = part.path and module.forward is not nn.Module.forward
+        return ("", "full") if self.asked.remat and runs else ("",)
 
     def _ideal(self) -> list[float]:
         """Return the seconds that each part takes at the least, on one rank and without transfers."""
@@ -728,13 +727,20 @@ def _column(part: int, begin: State, end: State, way: Way, remat: str, holding: 
     if remat:
         seconds += way.forward
         after = {x.root for x in end.alive}
-        borders = {x.root: x.nbytes for x in begin.alive if x.counts and x.root not in after}
+        left = after - end.saved
+        borders = {x.root: x.nbytes for x in begin.alive if x.counts and x.root not in left}
         saved = sum(n for root, n in borders.items() if root not in begin.saved)
     states = _key(begin), _key(end)
     held = holding.flying * saved
     # while it runs it holds as much beside what it saved as it would in a pipeline of one stage
     most = way.most - saved + held
     return Column(part, *states, seconds, way.kept, way.gradients, held, most, way=(way, remat))
+
+
+def _roots(calls: Sequence[Call], begin: State) -> set[int]:
+    """Return the values of a state that calls read and that count."""
+    read = {n for c in calls for n in c.reads}
+    return {x.root for x in begin.alive if x.number in read and x.counts}
 
 
 def _places(state: State) -> Counter[Any]:

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -265,6 +266,34 @@ def test_layers_of_two_kinds_that_read_one_value_have_rules_of_their_own() -> No
         assert torch.allclose(
             sl.unshard(apply(params, sl.shard(rows, found.inputs[0]))), model(rows)
         )
+
+
+class Outside(nn.Module):
+    """Layers whose residual is added outside of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.h = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+            for _ in range(4)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.h:
+            x = x + layer(x)
+        return x
+
+
+def test_single_layers_are_computed_again_where_memory_is_short() -> None:
+    how: dict[str, Any] = {"mesh": {"a": 1}, "cluster": CLUSTER, "microbatches": 1}
+    x = torch.empty(1024, 16)
+    free = sl.plan(Outside(), x, **how)
+    counts = []
+    for share in (0.85, 0.65, 0.45):
+        found = sl.plan(Outside(), x, memory=share * free.peak, **how)
+        assert found.peak <= share * free.peak and found.seconds > free.seconds
+        counts.append(sum(fnmatchcase(f"h.{i}", p) for i in range(4) for p, _ in found.remat))
+    assert 0 < counts[0] < counts[1] < counts[2]
 
 
 def test_what_does_not_fit_whole_fits_in_micro_batches() -> None:
