@@ -11,11 +11,13 @@ how far a transfer is.
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from shardlib._compat import backward_now
 from shardlib.collectives import played, pmax
 from shardlib.errors import ShardError
 from shardlib.mesh import Mesh
@@ -36,6 +38,21 @@ class Movers(NamedTuple):
     loads: Mover
     gradients: Mover
     updates: Mover
+
+
+class DueUpdate(NamedTuple):
+    """An update of a chunk on the device: the rows that it takes, and what runs it on their copies."""
+
+    rows: Sequence[TierRow]
+    run: Callable[[Mapping[TierRow, Tensor]], Any]
+
+
+class _Brought(NamedTuple):
+    """The rows of a chunk's update on the device, the memory they came from, and the job."""
+
+    rows: dict[TierRow, Tensor]
+    found: dict[TierRow, Tensor]
+    ticket: Ticket
 
 
 class _Copy(NamedTuple):
@@ -128,8 +145,9 @@ class TieredRoom(Room):
         Gradients that are on their way are waited for.  Chunks of other models go next, then
         incomplete gradients, which are sent to the host, then chunks of this one.
         """
-        self.trim()
         ledger = self.cache.ledger
+        self.cache.land(0)
+        self.trim()
         while nbytes > ledger.left("device") and (under_way := len(self.flying) + len(self.sent)):
             self.settle(under_way - 1)
             self.trim()
@@ -145,7 +163,7 @@ class TieredRoom(Room):
 
     def trim(self) -> None:
         """Free the buffers that no tensor refers to."""
-        for pool in (self.gathered, self.cache.parts, self.memory, self.activations.copies):
+        for pool in (self.gathered, *self.cache.pools, self.memory, self.activations.copies):
             pool.trim()  # type: ignore[union-attr]
 
     def give_way(self, nbytes: int) -> None:
@@ -164,9 +182,14 @@ class TieredRoom(Room):
             ticket.wait()
             self.memory.give(out)
 
-    def send(self, name: str, out: Tensor) -> tuple[Ticket, Tensor]:
-        """Post the copy of a reduced gradient to a row of the host, which is returned."""
+    def send(self, name: str, out: Tensor) -> tuple[Ticket | None, Tensor]:
+        """Post the copy of a reduced gradient to a row of the host, which is returned.
+
+        It stays where backward updates chunks on the device.
+        """
         cache = self.cache
+        if cache.eager is not None and cache.here:
+            return cache.eager(name, None, out), cache.standing[name].expand(out.shape)
         row = cache.gradient_row(out.shape, out.dtype)
         ticket = cache.movers.gradients.submit(partial(copied, [(row, out)]), out.nbytes)
         self.sent.append((ticket, out))
@@ -183,6 +206,9 @@ class TieredRoom(Room):
             ticket.on_host()
         self.sent.clear()
         self.partial.clear()
+        if self.cache.eager is not None:
+            for some in (self.cache.due, self.cache.brought, self.cache.coming):
+                some.clear()
         self.memory.forget()  # type: ignore[attr-defined]
 
 
@@ -191,7 +217,10 @@ class ChunkCache:
 
     ``chunks``   chunk -> its buckets.
     ``rows``     bucket -> its part; ``store`` has these rows and those of the state.
-    ``updates``  chunk -> the job of its last update on the host.
+    ``updates``  chunk -> the job of its last update on the host, or which sends what the device has
+                 updated.
+    ``here``     whether chunks are updated on the device, where they then stay valid: ``due`` chunk
+                 -> its update, which runs when it is read; ``brought``  what of it is there already.
     ``loads``    chunks loaded so far.
     ``ahead``    whether the next block is gathered while one is computed, and a gradient may be on
                  its way to the host while the next one is made: there are bytes for both.
@@ -205,10 +234,11 @@ class ChunkCache:
         movers: Movers,
         depth: int | None,
         device: torch.device,
+        here: bool = False,
     ) -> None:
         # not the index, whose room refers to this: memory is freed without the collector
         self.mesh, self.ledger, self.movers = mesh, ledger, movers
-        self.device, self.asked = device, depth
+        self.device, self.asked, self.here = device, depth, here
         self.depth = 2 if depth is None else depth
         self.times = Times(device if movers.loads.stream is not None else None, depth is None)
         self.shares = len(played(mesh))
@@ -226,7 +256,19 @@ class ChunkCache:
         self.store = RowStore(ledger, device, self.shares)
         # what stands for a row in a graph: no memory
         self.standing = {b.name: torch.empty((), dtype=b.dtype, device=device) for b in index}
-        self.parts = Buffers(ledger, "device", "parameters", device, self.shares)
+        kinds = "parameters", "state", "gradients"
+        self.pools = [Buffers(ledger, "device", kind, device, self.shares) for kind in kinds]
+        self.parts, self.states_here, self.gradients_here = self.pools
+        self.state_bytes: dict[str, int] = {}
+        self.due: dict[str, DueUpdate] = {}
+        self.brought: dict[str, _Brought] = {}
+        # chunks that backward has read and not updated, and how many of them stay there
+        self.coming: dict[str, None] = {}
+        self.waits = 1
+        # jobs that send what was updated, of which the memory is still in use
+        self.sending: list[Ticket] = []
+        # what follows the last update of a step
+        self.finish: Callable[[], object] | None = None
         self.gradients = Buffers(ledger, "host", "gradients", torch.device("cpu"), self.shares)
         ways = movers.gradients, movers.loads
         self.activations = HostActivations(ledger, device, self.shares, *ways)
@@ -236,49 +278,69 @@ class ChunkCache:
         self.states: dict[str, State] = {}
         self.copies: dict[str, _Copy] = {}
         self.updates: dict[str, Ticket] = {}
-        self.frozen: frozenset[str] = frozenset()
         # until a step has been recorded, blocks are read in module order
         names = list(self.chunks)[::-1]
-        self.uses = Uses(names + names[::-1], names)
+        self.trained = frozenset(
+            c for c, some in self.chunks.items() if not block_of(index, some[0])[1]
+        )
+        self.uses = Uses(names + names[::-1], self._stale)
         self.trace: list[str] = []
         self.at = -1
         # the chunks in use: those of one block
         self.used: dict[str, None] = {}
         self.steps = self.loads = 0
         # takes each bucket's gradient when it is sent, where chunks are updated in backward
-        self.eager: Callable[[str, Ticket, Tensor], object] | None = None
-        self.room, self.ahead = self._room()
+        self.eager: Callable[[str, Ticket | None, Tensor], None] | None = None
+        self.room, self.ahead = 1 << 62, True
 
-    def _room(self) -> tuple[int, bool]:
-        """Return the bytes that chunks may take, and whether there are bytes to work ahead.
+    @property
+    def _stale(self) -> frozenset[str]:
+        return frozenset() if self.here else self.trained
 
+    def divide(self, states: Mapping[str, int], more: Mapping[str, int]) -> None:
+        """Divide the device's budget: find the bytes that chunks may take, and whether to work ahead.
+
+        ``states``  bucket -> bytes of its state that an update takes to the device; ``more``  bytes of
+                    other memory that it takes there, beside the parameters' and a gradient's.
         Raises: ShardError for a budget below what one block needs.
         """
+        for chunk, some in self.chunks.items():
+            self.state_bytes[chunk] = sum(states.get(b.name, 0) for b in some)
         budget = self.ledger.budget["device"]
         by_block: dict[str, list[Bucket]] = {}
         for chunk, some in self.chunks.items():
             by_block.setdefault(self.block_of[chunk], []).extend(some)
-        parts, gathered, gradients = (
+
+        def beside_of(b: Bucket) -> int:
+            return states.get(b.name, 0) + more.get(b.name, 0)
+
+        parts, gathered, gradients, updates = (
             sorted((sum(map(f, some)) for some in by_block.values()), reverse=True)
-            for f in (part_bytes, _gathered_bytes, _gradient_bytes)
+            for f in (part_bytes, _gathered_bytes, _gradient_bytes, beside_of)
         )
         self.largest = parts[0]
+        # used, the next one, and what is not summed yet when the next is gathered already
+        self.waits = 2 + (self.here and gathered[0] > 0)
         if budget is None:
-            return 1 << 62, True
-        beside = sum(gathered[:2]) + sum(gradients[:2])
-        if budget >= beside + sum(parts[:2]):
-            return budget - beside, True
-        beside = gathered[0] + gradients[0]
+            return
+        beside = sum(gathered[:2]) + sum(gradients[:2]) + sum(updates[:2])
+        self.room = budget - beside
+        if self.room >= sum(parts[: self.waits]):
+            return
+        self.waits = 1
+        beside = gathered[0] + gradients[0] + updates[0]
+        self.room, self.ahead = budget - beside, False
         least = beside + parts[0]
         if budget < least:
+            also = f", its update {updates[0]:,}" * self.here
             raise ShardError(
                 f"the largest block needs {least:,} bytes: its parameters {parts[0]:,}, gathered "
-                f"{gathered[0]:,}, its gradient {gradients[0]:,}; the device tier may hold {budget:,}",
+                f"{gathered[0]:,}, its gradient {gradients[0]:,}{also}; the device tier may hold "
+                f"{budget:,}",
                 op="tiers",
                 mesh=self.mesh,
                 fix=f"sl.optim.Tiers(device={least})",
             )
-        return budget - beside, False
 
     # ------------------------------------------------------------ reading
 
@@ -296,15 +358,39 @@ class ChunkCache:
         return self.copies[chunk].parts[name]
 
     def _use(self, chunk: str) -> None:
+        if self.here and self.eager is not None and backward_now() != -1:
+            self._await(chunk)
         if any(self.block_of[c] != self.block_of[chunk] for c in self.used):
             self.release()
         self.trace.append(chunk)
         self.at = self.uses.find(chunk, self.at)
+        self._place(chunk)
+        if chunk in self.due:
+            self.update(chunk)
+        if self.ahead and not self.brought:
+            coming = (c for _, c in self.uses.coming(self.at, self.depth) if c in self.due)
+            for other in islice(coming, 1):
+                self.bring(other)
+
+    def _await(self, chunk: str) -> None:
+        """Keep what backward reads until it is updated, and update what has waited for one block."""
+        # the last block of forward is still gathered, and not read again
+        last = [c for c in self.used if self.states[c] == "used"]
+        self.coming |= {c: None for c in (*last, chunk) if c in self.trained}
+        ready = [c for c in self.coming if c in self.due]
+        for other in ready[: max(len(self.coming) - self.waits, 0)]:
+            self.update(other)
+
+    def _place(self, chunk: str) -> None:
+        """Have a valid copy of a chunk there, and post the loads that come next."""
         if chunk in self.copies and not self._is_valid(chunk):
             self.used.pop(chunk, None)
             self._drop(chunk)
-        how = self.copies, self.sizes, self.room, self.depth, self.used
-        found = moves(self.uses, self.at, chunk, *how)
+        how = self.copies, self.sizes, self.room, self.depth
+        # what is updated soon stays where there are bytes, and what was used where no block is computed
+        stays = {*self.used, *self.brought, *self.coming}, self.used, ()
+        tries = (moves(self.uses, self.at, chunk, *how, some) for some in stays)
+        found = next((made for made in tries if made is not None), None)
         if found is None:
             raise self.ledger.full("device", f"block {chunk!r} does not fit", self.sizes[chunk])
         # before it is loaded, so that it is not dropped for what is loaded with it
@@ -326,12 +412,16 @@ class ChunkCache:
 
     def _fits(self, chunk: str) -> bool:
         """Return whether a chunk may be loaded early without dropping what is needed sooner."""
-        return self.sizes[chunk] <= self.ledger.left("device") + self.parts.unused
+        unused = sum(pool.unused for pool in self.pools)
+        return self.sizes[chunk] <= self.ledger.left("device") + unused
 
     def _is_valid(self, chunk: str) -> bool:
         copy = self.copies.get(chunk)
         if copy is None:
             return False
+        if self.states[chunk] == "storing":
+            # nobody else has changed its rows
+            return True
         self._loaded(chunk)
         return all(self.rows[n].version == v for n, v in copy.versions.items())
 
@@ -353,9 +443,15 @@ class ChunkCache:
             self.times.loads[chunk] = ticket
 
     def _loaded(self, chunk: str) -> None:
+        """Wait for what is under way between a copy and its rows."""
         if self.states.get(chunk) == "loading":
             self.copies[chunk].ticket.wait()
             self._event(chunk, "loaded")
+        elif self.states.get(chunk) == "storing":
+            self.updates[chunk].wait()
+            versions = self.copies[chunk].versions
+            versions.update((n, self.rows[n].version) for n in versions)
+            self._event(chunk, "stored")
 
     def _drop(self, chunk: str) -> None:
         if chunk not in self.copies:
@@ -377,6 +473,9 @@ class ChunkCache:
         """
         if all_of_it:
             self.release()
+            # it is brought again
+            self.brought.clear()
+            self.trim()
         room = self.room
         rows = [(self.uses.after(c, self.at), c) for c in self.copies if c not in self.used]
         for _, chunk in sorted(rows, reverse=True):
@@ -392,30 +491,95 @@ class ChunkCache:
         """Return host memory for a gradient, which the ledger has while a tensor refers to it."""
         return self.gradients.take(shape, dtype, partial(_trim, self.activations.rows))
 
+    def trim(self) -> None:
+        """Free the buffers that no tensor refers to."""
+        for pool in self.pools:
+            pool.trim()
+
+    # ------------------------------------------------------------ updates on the device
+
+    def bring(self, chunk: str) -> None:
+        """Post the copies of what a chunk's update takes beside the parameters."""
+        if chunk in self.brought:
+            return
+        self.land(int(self.ahead))
+        mine = [self.rows[b.name] for b in self.chunks[chunk]]
+        rows, found = dict[TierRow, Tensor](), dict[TierRow, Tensor]()
+        for row in (r for r in self.due[chunk].rows if r not in mine):
+            pool = self.states_here if row.key else self.gradients_here
+            rows[row] = pool.take(row.shape, row.dtype, self.spared())
+        # the host's buffers of rows on the disk are for one chunk
+        after = self.sending[-1:] if self.store.away else []
+        job = partial(self.store.bring, rows, mine, found)
+        ticket = self.movers.loads.submit(job, sum(x.nbytes for x in rows.values()), after)
+        self.brought[chunk] = _Brought(rows, found, ticket)
+
+    def update(self, chunk: str) -> Any:
+        """Update a chunk on the device, and post the copies of its rows to the host."""
+        stays = chunk in self.used
+        if self.states.get(chunk) != "used" or not self._is_valid(chunk):
+            self._place(chunk)
+        self.bring(chunk)
+        self.coming.pop(chunk, None)
+        due, (rows, found, ticket) = self.due.pop(chunk), self.brought.pop(chunk)
+        self.copies[chunk].ticket.wait()
+        ticket.wait()
+        mine = {self.rows[n]: x for n, x in self.copies[chunk].parts.items()}
+        after = due.run({**rows, **mine})
+        self._event(chunk, "update")
+        changed = {row: x for row, x in {**rows, **mine}.items() if row.key}
+        nbytes = sum(x.nbytes for x in changed.values())
+        sent = self.movers.gradients.submit(partial(self.store.send, changed, found), nbytes)
+        self._event(chunk, "store")
+        for row, x in changed.items():
+            pool = self.parts if row in mine else self.states_here
+            pool.until(x, sent)
+        if not stays:
+            self.used.pop(chunk)
+        self.updates[chunk] = sent
+        self.sending.append(sent)
+        if not self.due and self.finish is not None:
+            finish, self.finish = self.finish, None
+            finish()
+        return after
+
+    def land(self, most: int) -> None:
+        """Wait until at most so many updated chunks are on their way to the host."""
+        while len(self.sending) > most:
+            self.sending.pop(0).wait()
+
     # ------------------------------------------------------------ steps
 
     def wait(self, chunk: str) -> None:
         """Wait for the update of a chunk."""
+        if chunk in self.due:
+            self.update(chunk)
+        if self.states.get(chunk) == "storing":
+            self._loaded(chunk)
         if chunk in self.updates:
             self.updates[chunk].on_host()
 
     def end_step(self, updated: Mapping[str, Ticket | None]) -> None:
-        """Make the copies of updated chunks stale; the uses of this step are those of the next."""
+        """Make the copies of updated chunks stale; the uses of this step are those of the next.
+
+        Those that were updated on the device, or will be, are not.
+        """
         self.release()
         for chunk, ticket in updated.items():
-            if chunk in self.copies:
+            if chunk in self.copies and not self.here:
                 self._drop(chunk)
             if ticket is not None:
                 self.updates[chunk] = ticket
-        stale = frozenset(updated)
-        if self.trace and (tuple(self.trace) != self.uses.order or stale != self.uses.stale):
-            self.uses = Uses(self.trace, stale)
+        self.trained = frozenset(updated)
+        if self.trace and (tuple(self.trace) != self.uses.order or self._stale != self.uses.stale):
+            self.uses = Uses(self.trace, self._stale)
             self.times.clear(self.asked is None)
         elif self.times.measures and self.steps:
             self._measured()
         else:
             self.times.clear(self.times.measures)
         self.trace = []
+        self.coming.clear()
         self.at = -1
         self.steps += 1
 

@@ -4,7 +4,8 @@ Parameters, gradients and state are rows in host memory.  A part is loaded befor
 a gradient is sent to the host when it is reduced.  The update of a chunk runs on the host, in a
 thread: ``step`` computes the norm of all gradients, updates the first chunk, posts the updates of
 the others, and returns; the next forward waits for each chunk where it loads it, and every other
-reader of a row where it reads it.
+reader of a row where it reads it.  Or it runs on the device, where that forward, or whoever reads a
+row, has it there.
 
 Source: Ren et al., arXiv 2101.06840, section 4 (the update on the host); Fang et al., arXiv
 2108.05818 (chunks).
@@ -40,15 +41,18 @@ from shardlib.tiers.rows import TierRow
 class Tiers:
     """Memory tiers for ``zero(..., stage=3, tiers=)``, and the most bytes of a rank in each.
 
-    ``device``  bytes for parameters, gathered buckets and gradients; what autograd saves and a
-                block's gradients, until they are in their bucket, are not counted.
+    ``device``  bytes for parameters, gathered buckets, gradients, and state that is updated there;
+                what autograd saves and a block's gradients, until they are in their bucket, are
+                not counted.
     ``host``    bytes for parameters, gradients, optimizer state, and what ``remat="host"`` saves.
     ``activations``  bytes of ``host`` that are left for what ``remat="host"`` saves, where parameters
                 and state lie on a disk too.
     ``disk``    a directory for the parameters and the state that ``host`` does not hold.
     ``durable`` all of them are on the disk too, as of the last completed step.
     ``resume``  take up the durable run that is in ``disk``, if one is.
-    ``update``  "host": a thread updates chunks in host memory while the next forward runs.
+    ``update``  "host": a thread updates chunks in host memory while the next forward runs; "device":
+                each is updated there when the next forward reads it, or by ``value_and_step`` when
+                backward has its gradient, and its state is brought for that, and sent back.
     ``depth``   how many uses early a block is loaded, where there are bytes; None: as measured in
                 the first steps, of links and computation.
     ``rate``    bytes a second to which each direction is held on a CPU, in place of a link.
@@ -65,16 +69,16 @@ class Tiers:
     disk: str | os.PathLike[str] | None = None
     durable: bool = False
     resume: bool = False
-    update: Literal["host"] = "host"
+    update: Literal["host", "device"] = "host"
     depth: int | None = None
     rate: float | None = None
     activations: float | str | None = None
 
     def __post_init__(self) -> None:
         _ = self.ledger, self.left_over  # refuses sizes
-        if self.update != "host":
+        if self.update not in ("host", "device"):
             raise Unsupported(
-                f"update={self.update!r}: chunks are updated on the host",
+                f"update={self.update!r}: chunks are updated on the host, or on the device",
                 op="tiers",
                 fix='sl.optim.Tiers(device="8GB", update="host")',
             )
@@ -178,6 +182,8 @@ class TieredParts(Parts):
     @property
     def generation(self) -> int:
         """The number of completed steps of a durable run, when the last one is on the disk."""
+        for chunk in list(self.cache.due):
+            self.cache.wait(chunk)
         return self.cache.store.wait()
 
 
@@ -247,14 +253,17 @@ class TieredGradient(Gradient):
         finish: Any = super().post()
         if finish is None:
             return None
-        if not self.bucket.hops:
-            # nothing is summed: it is sent while the next block's is made
+        cache = self.cache
+        there = cache.here and cache.eager is not None
+        if not self.bucket.hops or (there and not cache.ahead):
+            # nothing is summed, or no other block's is made before it is used: it is sent at once
             self.room.flying.remove(finish)
             finish()
 
         def arrived() -> Tensor:
             ticket, row = finish()
-            ticket.on_host()
+            if ticket is not None:
+                ticket.on_host()
             return row
 
         return arrived

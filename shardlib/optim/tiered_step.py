@@ -1,4 +1,4 @@
-"""The step of stage 3 in memory tiers: chunks are updated on the host, one by one, in a thread.
+"""The step of stage 3 in memory tiers: chunks are updated one by one, in a thread or on the device.
 
 Where a transform updates one chunk as it updates all of them, ``step`` updates the first chunk and
 posts the others; a norm of all gradients is computed before.  Any other transform is run on all
@@ -10,8 +10,10 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import copy_context
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count
 from typing import Any
 
 import optree
@@ -19,16 +21,17 @@ import torch
 from torch import Tensor
 
 from shardlib.collectives import holds_values, spans_processes, storage_shape
+from shardlib.dtypes import wider
 from shardlib.errors import ShardError, Unsupported
 from shardlib.mesh import Mesh, rank_along, within
-from shardlib.optim.buckets import Bucket, Buckets, Index, State, Tree, fill_slots
-from shardlib.optim.chunk_cache import ChunkCache, ExactMemory, part_bytes
+from shardlib.optim.buckets import Bucket, Buckets, Index, Memory, State, Tree, fill_slots
+from shardlib.optim.chunk_cache import ChunkCache, DueUpdate, ExactMemory, part_bytes
 from shardlib.optim.index import Indexed, ZeroSettings
 from shardlib.optim.norms import global_norm, run_measured
 from shardlib.optim.precision import with_master
 from shardlib.optim.stage3 import Parts, SplitParameters, matched, trained
 from shardlib.optim.tiered import TieredParts, Tiers, parts_in, row_of, valued
-from shardlib.optim.transform import Step
+from shardlib.optim.transform import Step, Transform
 from shardlib.tensor import ShardedTensor
 from shardlib.tiers.buffers import host_memory
 from shardlib.tiers.mover import Ticket
@@ -82,9 +85,12 @@ class TieredParameters(SplitParameters):
     def __init__(self, how: ZeroSettings, tiers: Tiers) -> None:
         super().__init__(how)
         self.tiers = tiers
-        self.inner = with_master(how.tx, how.master, how.axes, ExactMemory())
-        # structure of a state -> whether chunks are updated one by one
-        self.split: dict[Any, bool] = {}
+        self.inner = self._with_master(ExactMemory())
+        # structure of a state -> chunk -> the numbers that its update changes; None: not one by one
+        self.split: dict[Any, dict[str, frozenset[Any]] | None] = {}
+
+    def _with_master(self, memory: Memory) -> Transform:
+        return with_master(self.how.tx, self.how.master, self.how.axes, memory)
 
     def alone(self) -> None:
         """Refuse to be wrapped where steps are kept on a disk, and what wraps it is not."""
@@ -103,7 +109,9 @@ class TieredParameters(SplitParameters):
         index = replace(found.where, buckets=_cut(found.where, found.mesh))
         device = found.mesh.device
         movers = self.tiers.movers(device)
-        cache = ChunkCache(index, found.mesh, self.tiers.ledger, movers, self.tiers.depth, device)
+        how = movers, self.tiers.depth, device, self.tiers.update == "device"
+        cache = ChunkCache(index, found.mesh, self.tiers.ledger, *how)
+        cache.divide(*self._update_bytes(cache, index, asks))
         if self.tiers.disk is not None and holds_values(found.mesh):
             self._open_disk(cache, index, asks)
         for b in index:
@@ -121,8 +129,7 @@ class TieredParameters(SplitParameters):
         order = {c: i for i, c in enumerate(reversed(cache.chunks))}
         for b in sorted(index, key=lambda b: order[cache.chunk_of[b.name]]):
             rows[b.name] = RowSize(cache.chunk_of[b.name], "parameters", part_bytes(b))
-        mine = trained(_paper(cache, index, asks))
-        leaves, tree = self._begun(cache, mine, lambda i, x: x)
+        mine, leaves, tree = self._on_paper(cache, index, asks)
         for name in list(rows):
             for i, x in enumerate(leaves):
                 if _is_buckets(x) and name in x:
@@ -147,6 +154,29 @@ class TieredParameters(SplitParameters):
         cache.store.open(rows, *beside, os.fspath(path), self.tiers.durable, how)
         if cache.store.away:
             cache.activations.hold(cache.store.activations)
+
+    def _on_paper(
+        self, cache: ChunkCache, index: Index, asks: Mapping[str, bool]
+    ) -> tuple[Buckets, list[Any], Any]:
+        """Return the trained parts, and the leaves and structure of their state, without memory."""
+        mine = trained(_paper(cache, index, asks))
+        return mine, *self._begun(cache, mine, lambda i, x: x)
+
+    def _update_bytes(
+        self, cache: ChunkCache, index: Index, asks: Mapping[str, bool]
+    ) -> tuple[Mapping[str, int], Mapping[str, int]]:
+        """Count the bytes that each bucket's update on the device takes there: state, and others."""
+        states, more = Counter[str](), Counter[str]()
+        if not cache.here:
+            return states, more
+        mine, leaves, _ = self._on_paper(cache, index, asks)
+        for x in filter(_is_buckets, leaves):
+            states.update({n: v.raw.nbytes // cache.shares for n, v in x.items()})
+        for name, x in mine.items():
+            # sums of gradients are wide, and so are parameters that are joined
+            wide, joins = wider(x.dtype).itemsize, self.how.master == "bf16+rem"
+            more[name] = x.raw.numel() // cache.shares * (wide * (1 + joins) - x.dtype.itemsize)
+        return states, more
 
     def init(self, params: Tree) -> State:
         """Initialise the state of the trained parts, chunk by chunk if the transform takes one.
@@ -198,26 +228,40 @@ class TieredParameters(SplitParameters):
         cache = _cache_of(params)
         _settle(cache)
         chunks = _by_chunk(cache, mine)
-        if not self._splits(cache, state, mine):
+        splits = self._splits(cache, state, mine)
+        if splits is None:
             after = self._update_all(cache, given, state, mine, step)
             cache.end_step({cache.chunk_of[names[0]]: None for names in chunks})
             _commit(cache, after)
             return after
         norms = GlobalNorms(given)
         begun = replace(step)
-        first, *rest = _in_order(cache, chunks)
-        after = self._update(cache, norms, _taken(first, given, state, mine), step)
+        rest = {cache.chunk_of[names[0]]: names for names in _in_order(cache, chunks)}
+        tickets, found = dict[str, Ticket | None](), dict[str, Any]()
+        for chunk in _leading(rest, splits):
+            trees = _taken(rest.pop(chunk), given, state, mine)
+            told = replace(begun) if found else step
+            if cache.here:
+                self._due(cache, norms, trees, told)
+                found[chunk] = cache.update(chunk)
+            else:
+                found[chunk] = self._update(cache, norms, trees, told)
+            tickets[chunk] = None
+            if step.skipped:
+                rest.clear()
+                break
         # taken now: the values are given up when the step returns
-        if step.skipped:
-            rest = []
-        jobs = [(n, _taken(n, given, state, mine)) for n in _grouped(cache, rest)]
-        tickets: dict[str, Ticket | None] = {cache.chunk_of[first[0]]: None}
+        jobs = [(n, _taken(n, given, state, mine)) for n in _grouped(cache, list(rest.values()))]
         for names, trees in jobs:
-            ticket = self._post(cache, norms, trees, replace(begun))
+            ticket = None
+            if cache.here:
+                self._due(cache, norms, trees, replace(begun))
+            else:
+                ticket = self._post(cache, norms, trees, replace(begun))
             tickets.update((cache.chunk_of[n], ticket) for n in names)
         cache.end_step(tickets)
-        merged = _picked(after, state)
-        _commit(cache, merged, tickets.values())
+        merged = _picked(_together(found, splits), state)
+        _commit(cache, merged, tickets)
         return merged
 
     def _post(
@@ -232,60 +276,120 @@ class TieredParameters(SplitParameters):
     def _update(
         self, cache: ChunkCache, norms: GlobalNorms, trees: Any, step: Step, rows: Any = None
     ) -> Any:
-        """Update one chunk in place; return its state, with the number of each buckets in its place."""
-        with cache.store.changing(rows or _rows_of(trees)) as memory:
-            given, state, mine = _opened(trees, memory)
-            with within(norms=_ChunkNorms(norms, given)):
-                after = run_measured(self.inner, given, state, mine, step)
-            return _numbered(after, state)
+        """Update one chunk in place; return its state, with the number of each buckets in its place.
+
+        If it raises, what is on the disk stays.
+        """
+        memory = cache.store.fetched(rows or _rows_of(trees))
+        after = self._run(self.inner, norms, _opened(trees, memory), step)
+        cache.store.changed(memory)
+        return after
+
+    def _run(self, inner: Transform, norms: GlobalNorms, trees: Any, step: Step) -> Any:
+        given, state, mine = trees
+        with within(norms=_ChunkNorms(norms, given)):
+            after = run_measured(inner, given, state, mine, step)
+        return _numbered(after, state)
+
+    def _due(
+        self, cache: ChunkCache, norms: GlobalNorms, trees: Any, step: Step, lent: Sequence[Tensor] = ()
+    ) -> None:  # fmt: skip
+        """Have a chunk updated on the device when it is read.
+
+        ``lent``  its gradients, where they are there already, to give back; else they are brought.
+        """
+        given, *others = trees
+        memory = others[-1].index.room.memory
+        if not lent:
+            rows = {n: TierRow("", x.raw, x.raw) for n, x in given.items()}
+            given = given.like({n: valued(cache, n, rows[n], x.place) for n, x in given.items()})
+        trees = given, *others
+        inner, context = self._with_master(memory), copy_context()
+
+        def run(there: Mapping[TierRow, Tensor]) -> Any:
+            with torch.no_grad():
+                after = context.run(self._run, inner, norms, _opened(trees, there), step)
+            memory.give(*lent)
+            return after
+
+        rows = _rows_of(trees)
+        cache.due[cache.chunk_of[next(iter(given))]] = DueUpdate(rows, run)
 
     def _update_all(
         self, cache: ChunkCache, given: Buckets, state: State, mine: Buckets, step: Step
     ) -> State:
         """Update all chunks together, where that is not the same as one by one."""
-        if cache.store.away:
+        if cache.store.away or cache.here:
+            why, fix = "some lie on the disk", "host=None"
+            if cache.here:
+                why, fix = "the device holds one", 'update="host"'
             raise Unsupported(
-                "this transform needs all blocks at once, and some lie on the disk",
+                f"this transform needs all blocks at once, and {why}",
                 op="tiers",
-                fix="sl.optim.Tiers(host=None)",
+                fix=f"sl.optim.Tiers({fix})",
             )
         trees = _taken(tuple(mine), given, state, mine)
-        with cache.store.changing(_rows_of(trees)) as memory:
-            given, old, mine = _opened(trees, memory)
-            after = run_measured(self.inner, given, old, mine, step)
-            found = _numbered(after, old)
+        memory = cache.store.fetched(_rows_of(trees))
+        given, old, mine = _opened(trees, memory)
+        after = run_measured(self.inner, given, old, mine, step)
+        found = _numbered(after, old)
+        cache.store.changed(memory)
         if found is None:
             return after
         return _picked(found, state)
 
-    def _splits(self, cache: ChunkCache, state: State, params: Buckets) -> bool:
-        """Return whether chunks may be updated one by one: found out once, on copies of each."""
+    def _splits(
+        self, cache: ChunkCache, state: State, params: Buckets
+    ) -> dict[str, frozenset[Any]] | None:
+        """Return the numbers of the state that the update of each chunk changes, by their places.
+
+        None if chunks may not be updated one by one: found out once, on copies of each.
+        """
         leaves, tree = optree.tree_flatten(state, is_leaf=_is_buckets, none_is_leaf=True)
-        if self.how.tx.trait not in ("elementwise", "norm"):
-            return False
+        # in the host's thread nothing is sent between ranks
+        if self.how.tx.trait not in (
+            "elementwise",
+            "norm",
+            *("tensor", "matrix")[: 2 * cache.here],
+        ):
+            return None
         if any(isinstance(x, Tensor) for x in leaves):
-            return False
+            return None
         if tree not in self.split:
-            self.split[tree] = all(
-                self._stands_alone(cache, names, params, state)
-                for names in _by_chunk(cache, params)
-            )
+            cache.release()
+            room, found = cache.room, dict[str, frozenset[Any]]()
+            chunks = _by_chunk(cache, params)
+            for names in chunks:
+                some = self._stands_alone(cache, names, params, state)
+                if some is not None:
+                    found[cache.chunk_of[names[0]]] = some
+            self.split[tree] = found if len(found) == len(chunks) else None
+            cache.room = room
         return self.split[tree]
 
     def _stands_alone(
         self, cache: ChunkCache, names: tuple[str, ...], params: Buckets, state: State
-    ) -> bool:
-        """Return whether a chunk is updated alone, as copies of it are by gradients of zero."""
-        trees = tuple(_stored(t, names, _copied) for t in (params, state, params))
+    ) -> frozenset[Any] | None:
+        """Return the numbers that a chunk's update changes, as that of copies by gradients of zero.
+
+        None if it is not updated alone.
+        """
+        copied = partial(_copied, cache)
+        trees = tuple(_stored(t, names, copied) for t in (params, state, params))
         for g in trees[0].values():
             g.raw.zero_()
-        norms = GlobalNorms(None)
+        norms, inner = GlobalNorms(None), self.inner
+        if cache.here:
+            inner = self._with_master(params.index.room.memory)
         try:
-            after = self._update(cache, norms, trees, Step())
+            after = self._run(inner, norms, trees, Step())
         except ShardError:
             # it needs them all
-            return False
-        return not norms.strange and after is not None
+            return None
+        if norms.strange or after is None:
+            return None
+        old = _numbers(state)
+        return frozenset(i for i, x in _numbers(after).items() if i not in old or x != old[i])
 
     def eager(self, params: Tree, state: State, step: Step) -> "Any":
         """Return a context in which backward updates chunks, or None if it needs all gradients."""
@@ -293,20 +397,23 @@ class TieredParameters(SplitParameters):
             return None
         self.how.check_state(state)
         mine = _plain(trained(params))
-        if not self._splits(params.cache, state, mine):
+        splits = self._splits(params.cache, state, mine)
+        if splits is None:
             return None
-        return _eager(self, params.cache, state, mine, step)
+        return _eager(self, params.cache, state, mine, step, splits)
 
 
 @contextmanager
 def _eager(
-    by: TieredParameters, cache: ChunkCache, state: State, params: Buckets, step: Step
-) -> Iterator[Callable[[], State]]:
+    by: TieredParameters, cache: ChunkCache, state: State, params: Buckets, step: Step,
+    splits: Mapping[str, frozenset[Any]],
+) -> Iterator[Callable[[], State]]:  # fmt: skip
     """Update each chunk when its gradients are in host memory; yield a function for the new state."""
     _settle(cache)
     missing = {cache.chunk_of[names[0]]: set(names) for names in _by_chunk(cache, params)}
-    came: dict[str, tuple[Ticket, Tensor]] = {}
+    came: dict[str, tuple[Ticket | None, Tensor]] = {}
     tickets: dict[str, Ticket] = {}
+    found: dict[str, Any] = {}
     norms, begun = GlobalNorms(params), replace(step)
 
     def update(chunk: str) -> None:
@@ -317,17 +424,29 @@ def _eager(
             Buckets(grads, params.index.subset(names), params.mesh),
             *_taken(names, state, params),
         )
-        after = [ticket for ticket, _ in given.values()]
+        # the first one fills it in, and what it has there meanwhile is not for the others
+        filled = step
+        if tickets or cache.due or found:
+            filled = replace(begun)
+        if cache.here:
+            updated(0)
+            by._due(cache, norms, trees, filled, [row for _, row in given.values()])
+            # while the next block's gradient is made
+            updated(int(cache.ahead))
+            return
         # at most two chunks' gradients wait for their update
         for old in list(tickets.values())[:-1]:
             old.on_host()
-        # the first one fills it in, and what it has there meanwhile is not for the others
-        filled = step
-        if tickets:
-            filled = replace(begun)
+        after = [ticket for ticket, _ in given.values() if ticket is not None]
         tickets[chunk] = by._post(cache, norms, trees, filled, after)
 
-    def arrived(name: str, ticket: Ticket, row: Tensor) -> None:
+    def updated(most: int) -> None:
+        for chunk in list(cache.due)[: len(cache.due) - most]:
+            found[chunk] = cache.update(chunk)
+        for chunk in cache.due:
+            cache.bring(chunk)
+
+    def arrived(name: str, ticket: Ticket | None, row: Tensor) -> None:
         chunk = cache.chunk_of[name]
         came[name] = ticket, row
         missing[chunk].discard(name)
@@ -338,12 +457,18 @@ def _eager(
     def after() -> State:
         # what the loss does not depend on has a gradient of zero
         for name in [n for some in missing.values() for n in some]:
-            row = cache.gradient_row(cache.rows[name].shape, params[name].dtype).zero_()
-            arrived(name, cache.movers.gradients.submit(lambda: None), row)
-        first = next(iter(tickets.values())).on_host()
-        cache.end_step(tickets)
-        merged = _picked(first, state)
-        _commit(cache, merged, tickets.values())
+            like = cache.rows[name].shape, params[name].dtype
+            if cache.here:
+                arrived(name, None, cache.gradients_here.take(*like, cache.spared()).zero_())
+            else:
+                nothing = cache.movers.gradients.submit(lambda: None)
+                arrived(name, nothing, cache.gradient_row(*like).zero_())
+        updated(0)
+        found.update({c: tickets[c].on_host() for c in _leading(tickets, splits)})
+        updates = dict.fromkeys(found) | tickets
+        cache.end_step(updates)
+        merged = _picked(_together(found, splits), state)
+        _commit(cache, merged, updates)
         return merged
 
     cache.eager = arrived
@@ -366,6 +491,34 @@ def _cut(index: Index, mesh: Mesh) -> tuple[Bucket, ...]:
     return tuple(
         replace(b, hops=tuple(filter(None, some))) for b, some in zip(index, hops, strict=True)
     )
+
+
+def _leading(chunks: Iterable[str], splits: Mapping[str, frozenset[Any]]) -> list[str]:
+    """List the first chunks of which the updates change all numbers of the state that any changes."""
+    found, seen = list[str](), frozenset[Any]()
+    for chunk in chunks:
+        if not found or not splits[chunk] <= seen:
+            found.append(chunk)
+            seen |= splits[chunk]
+    return found
+
+
+def _together(after: Mapping[str, Any], splits: Mapping[str, frozenset[Any]]) -> Any:
+    """Return the state of the first of these updates, with the numbers that others change."""
+    first, *others = after
+    found, seen = _numbers(after[first]), splits[first]
+    for chunk in others:
+        found |= {i: x for i, x in _numbers(after[chunk]).items() if i in splits[chunk] - seen}
+        seen |= splits[chunk]
+    paths, leaves, tree = optree.tree_flatten_with_path(after[first], none_is_leaf=True)
+    rows = zip(paths, leaves, strict=True)
+    return optree.tree_unflatten(tree, [found.get(path, x) for path, x in rows])
+
+
+def _numbers(state: Any) -> dict[Any, Any]:
+    """Map each place of a state to its number, but those of buckets."""
+    rows = optree.tree_flatten_with_path(state, is_leaf=_is_buckets, none_is_leaf=True)
+    return {p: x for p, x in zip(*rows[:2], strict=True) if not isinstance(x, Buckets | _Nth)}
 
 
 def _is_buckets(x: object) -> bool:
@@ -396,8 +549,8 @@ def _in_order(cache: ChunkCache, chunks: list[tuple[str, ...]]) -> list[tuple[st
 
 def _grouped(cache: ChunkCache, chunks: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
     """Join chunks to groups of GROUP bytes at least, each of which one job updates."""
-    if cache.store.away:
-        # rows of one chunk at a time are read to host memory
+    if cache.here or cache.store.away:
+        # rows of one chunk at a time are brought
         return chunks
     found: list[tuple[str, ...]] = []
     size = GROUP
@@ -425,9 +578,11 @@ def _with(tree: Tree, names: Any, value: Callable[[ShardedTensor], ShardedTensor
     return optree.tree_map(one, tree, is_leaf=_is_buckets, none_is_leaf=True)
 
 
-def _copied(x: ShardedTensor) -> Tensor:
-    """Return a copy in host memory, which is not the device's where a CPU is both."""
+def _copied(cache: ChunkCache, x: ShardedTensor) -> Tensor:
+    """Return a copy in host memory, or on the device; where a CPU is both, they are not the same."""
     row = x.raw
+    if cache.here:
+        return cache.states_here.take(row.shape, row.dtype, cache.spared()).copy_(row)
     return host_memory(row.numel(), row.dtype, row.device)[0].view(row.shape).copy_(row)
 
 
@@ -478,11 +633,18 @@ def _settle(cache: ChunkCache) -> None:
     cache.store.wait()
 
 
-def _commit(cache: ChunkCache, state: State, tickets: Iterable[Ticket | None] = ()) -> None:
-    """Post the commit of a step whose updates are posted."""
-    leaves = optree.tree_leaves(state, is_leaf=_is_buckets, none_is_leaf=True)
-    notes = [x for x in leaves if not _is_buckets(x)]
-    cache.store.commit(notes, cache.movers.updates, [t for t in tickets if t is not None])
+def _commit(cache: ChunkCache, state: State, chunks: Iterable[str] = ()) -> None:
+    """Post the commit of a step when the updates of these chunks are posted."""
+    notes = list(_numbers(state).values())
+
+    def commit() -> None:
+        tickets = [cache.updates[c] for c in chunks if c in cache.updates]
+        cache.store.commit(notes, cache.movers.updates, tickets)
+
+    cache.finish = commit
+    if not cache.due:
+        cache.finish = None
+        commit()
 
 
 def _joined(parts: Sequence[Buckets], mine: Buckets) -> Buckets:
@@ -521,11 +683,14 @@ def _numbered(after: State, before: State) -> Any:
     rows = enumerate(_buckets_in(before))
     places = {v.raw.data_ptr(): i for i, x in rows for v in x.values()}
     numbers: list[Any] = []
+    at = count()
     for x in new:
         if not _is_buckets(x):
             numbers.append(x)
             continue
-        found = {places.get(v.raw.data_ptr(), -1) for v in x.values()}
+        # a group's buckets that have none of this chunk are found by their position
+        place = next(at)
+        found = {places.get(v.raw.data_ptr(), -1) for v in x.values()} or {place}
         if len(found) != 1 or -1 in found:
             return None
         numbers.append(_Nth(found.pop()))

@@ -309,15 +309,18 @@ def _in_tiers(
     how = uses, cache.sizes, cache.room, cache.depth
     room = min(cache.room, sum(cache.sizes.values()))
     loads = scheduled_loads(*how) or []
-    loaded, gradients = (sum(cache.sizes[c] for c in some) for some in (loads, uses.stale))
+    loaded, gradients = (sum(cache.sizes[c] for c in some) for some in (loads, cache.trained))
     moved = int(found.work.saved), int(found.work.fetched)
     held = gradients
     if count is not None:
-        held += _sums(cache, uses.stale, count)
+        held += _sums(cache, cache.trained, count)
     host = {"parameters": found.parameters, "gradients": held, "state": found.state}
     if kept := max(moved[0] // times, cache.store.activations):
         host["activations"] = kept
-    sent, loaded = times * gradients + moved[0], loaded + moved[1]
+    # on the device each takes state and a gradient, and sends state and parameters back
+    updates = {c: cache.sizes[c] + cache.state_bytes[c] for c in cache.trained if cache.here}
+    sent = times * gradients + moved[0] + sum(updates.values())
+    loaded += moved[1] + sum(updates.values())
     store, disk = cache.store, 0
     for key, row in store.sizes.items():
         host[row.kind] -= row.nbytes * (key in store.away)
@@ -330,8 +333,8 @@ def _in_tiers(
     use = TierUse(
         room, host, len(cache.sizes), len(loads), loaded, sent, computing,
         max(loaded, sent) / cluster.host,
-        step_seconds(*how, by_use, cluster.host, *moved, call.rounds),
-        _largest(params, sum(host.values())), disk, *store.traffic(uses.stale, loads),
+        step_seconds(*how, by_use, cluster.host, *moved, call.rounds, cache.trained, updates),
+        _largest(params, sum(host.values())), disk, *store.traffic(cache.trained, loads, cache.here),
     )  # fmt: skip
     # on paper the gradients stayed on the device
     left = max(found.transient - held, found.saved)

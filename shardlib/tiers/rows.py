@@ -11,8 +11,7 @@ import gc
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -182,10 +181,13 @@ class RowStore:
         atexit.register(finish)
         weakref.finalize(self, atexit.unregister, finish).atexit = False
 
-    def traffic(self, updated: Collection[str], loads: Sequence[str]) -> tuple[int, int]:
+    def traffic(
+        self, updated: Collection[str], loads: Sequence[str], once: bool = False
+    ) -> tuple[int, int]:
         """Return the bytes of a rank from the disk, and to it, in a step.
 
         ``updated``  the chunks that are updated; ``loads``  those that are loaded, in order.
+        ``once``     the update takes the parameters that were loaded.
         """
         read = written = 0
         often = Counter(loads)
@@ -193,7 +195,8 @@ class RowStore:
             away, changes = key in self.away, r.chunk in updated
             written += r.nbytes * (changes and (away or self.durable))
             loaded = often[r.chunk] * (r.kind == "parameters")
-            read += r.nbytes * away * (changes + loaded)
+            again = changes and not (once and r.kind == "parameters")
+            read += r.nbytes * away * (again + loaded)
         return read, written
 
     def make(self, key: str, like: Tensor, kind: str, write: Callable[[Tensor], object]) -> TierRow:
@@ -222,7 +225,7 @@ class RowStore:
             # so that there is one such buffer at most
             self._written(row, held).wait()
         else:
-            self._write([(row, held)])
+            self.changed({row: held})
 
     def value(self, row: TierRow) -> Tensor:
         """Return a row's memory, or a copy of what lies on the disk."""
@@ -251,26 +254,50 @@ class RowStore:
         if found and self.device.type != "cpu":
             torch.accelerator.current_stream().synchronize()
 
-    @contextmanager
-    def changing(self, rows: Sequence[TierRow]) -> Iterator[Mapping[TierRow, Tensor]]:
-        """Yield the memory of rows that are changed; at the end they are written behind.
-
-        If it raises, what is on the disk stays.
-        """
+    def fetched(
+        self, rows: Sequence[TierRow], blank: Sequence[TierRow] = ()
+    ) -> dict[TierRow, Tensor]:
+        """Return the memory of rows that will be changed, and of ``blank`` ones, which are not read."""
         if rows in self.due:
             self.due.remove(rows)
         self._read_ahead(rows, self._landed)
+        found = {r: r.memory for r in blank if r.memory is not None}
+        for row in (r for r in blank if r.memory is None):
+            found[row] = self.staging.take(row.shape, row.dtype, self._landed)
         if self.due:
             self._read_ahead(self.due[0])
-        found = dict[TierRow, Tensor]()
         for row in rows:
             held = row.memory
             if held is None:
                 held, ticket = self.ahead.pop(row.key)
                 ticket.wait()
             found[row] = held
-        yield found
-        self._write(list(found.items()))
+        return found
+
+    def changed(self, found: Mapping[TierRow, Tensor]) -> None:
+        """Write behind what was fetched, and has changed in memory."""
+        self.writes[:] = [t for t in self.writes if not t.finished.is_set()]
+        for row, held in found.items():
+            if self.disk is not None and (self.durable or row.memory is None):
+                self.writes.append(self._written(row, held))
+
+    @torch.no_grad()
+    def bring(
+        self, rows: Mapping[TierRow, Tensor], blank: Sequence[TierRow], found: dict[TierRow, Tensor]
+    ) -> None:
+        """Copy rows to the device; ``found`` is the memory to which ``send`` copies them back."""
+        found |= self.fetched(list(rows), blank)
+        for row, there in rows.items():
+            there.copy_(found[row], non_blocking=True)
+
+    @torch.no_grad()
+    def send(self, rows: Mapping[TierRow, Tensor], found: Mapping[TierRow, Tensor]) -> None:
+        """Copy rows back from the device, and write them behind."""
+        for row, there in rows.items():
+            found[row].copy_(there, non_blocking=True)
+        if self.disk is not None and self.device.type != "cpu":
+            torch.accelerator.current_stream().synchronize()
+        self.changed({row: found[row] for row in rows})
 
     def commit(self, notes: Any, mover: Mover, after: Sequence[Ticket]) -> None:
         """Post the commit of what jobs write, as a generation; there is none if one of them raises."""
@@ -310,12 +337,6 @@ class RowStore:
         assert self.disk is not None
         self.bytes_read += into.nbytes
         return self.disk.read(row.key, into)
-
-    def _write(self, rows: Sequence[tuple[TierRow, Tensor]]) -> None:
-        self.writes[:] = [t for t in self.writes if not t.finished.is_set()]
-        for row, held in rows:
-            if self.disk is not None and (self.durable or row.memory is None):
-                self.writes.append(self._written(row, held))
 
     def _written(self, row: TierRow, held: Tensor) -> Ticket:
         assert self.disk is not None

@@ -5,7 +5,7 @@ those before it; a use waits for its chunk; the next step begins when the last g
 host.  Updates are taken to hide behind the next forward.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from shardlib.tiers.schedule import Uses, repeated
 
@@ -13,6 +13,7 @@ from shardlib.tiers.schedule import Uses, repeated
 def step_seconds(
     uses: Uses, sizes: Mapping[str, int], room: int, depth: int, computing: Sequence[float],
     rate: float, saved: float = 0.0, fetched: float = 0.0, rounds: Sequence[int] = (),
+    trained: Collection[str] | None = None, updates: Mapping[str, int] | None = None,
 ) -> float:  # fmt: skip
     """Return the seconds of a step that repeats.
 
@@ -20,13 +21,17 @@ def step_seconds(
     ``rate``       bytes a second of each link.
     ``saved``      bytes that forward sends to the host; ``fetched``  those that backward gets back.
     ``rounds``     the uses of each forward with its backward, of micro-batches; by default of one.
+    ``trained``    chunks with gradients; None: those that the update makes stale.
+    ``updates``    bytes each way of chunks that are updated on the device, at their first use.
 
     >>> step_seconds(Uses("abba", "ab"), {"a": 1, "b": 1}, 2, 1, [1, 1, 2, 2], 2.0)
     7.0
     """
     plan = repeated(uses, sizes, room, depth) or []
     last = backward_uses(uses.order, rounds or [len(uses.order)])
-    now, ends = 0.0, [0.0]
+    trained, updates = uses.stale if trained is None else trained, updates or {}
+    first = {chunk: at for at, chunk in reversed(list(enumerate(uses.order)))}
+    now, begun, ends = 0.0, 0.0, [0.0]
     up = down = 0.0
     # when each chunk's copy is there
     ready: dict[str, float] = {}
@@ -37,14 +42,21 @@ def step_seconds(
                 if kind == "load":
                     up = max(up, now) + sizes[other] / rate
                     ready[other] = up
-            now = max(now, ready.get(chunk, 0.0)) + computing[at]
+            if at == first[chunk] and chunk in updates:
+                # what was brought while the use before it was computed
+                up = max(up, begun) + updates[chunk] / rate
+                ready[chunk] = max(ready.get(chunk, 0.0), up)
+            begun = now = max(now, ready.get(chunk, 0.0))
+            if at == first[chunk] and chunk in updates:
+                down = max(down, now) + updates[chunk] / rate
+            now += computing[at]
             if at not in last:
                 down = max(down, now) + saved / rate / len(last)
             elif fetched:
                 # behind the loads that are posted
                 up = max(up, now - computing[at]) + fetched / rate / len(last)
                 now = max(now, up)
-            if chunk in uses.stale and at in last:
+            if chunk in trained and at in last:
                 down = max(down, now) + sizes[chunk] / rate
         now = max(now, down)
         ends.append(now)

@@ -34,7 +34,9 @@ class Block(nn.Module):
         return x + self.down(torch.tanh(self.up(x)))
 
 
-def unentered(budget: int | None, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
+def unentered(
+    budget: int | None, monkeypatch: pytest.MonkeyPatch, update: Any = "host"
+) -> tuple[int, int]:
     """The most bytes of the device beside the ledger's: at any use of forward, and between steps."""
     torch.manual_seed(0)
     net = nn.Sequential(*[Block() for _ in range(COUNT)]).to(DEVICE)
@@ -42,7 +44,7 @@ def unentered(budget: int | None, monkeypatch: pytest.MonkeyPatch) -> tuple[int,
     with sl.simulate(data=1, device=DEVICE):
         apply, params = sl.parallelize(net, [("*", "...")], inputs={"input": "data ."})
         del net
-        tiers = o.Tiers(device=budget)
+        tiers = o.Tiers(device=budget, update=update)
         tx = o.zero(o.chain(o.clip_by_global_norm(0.1), o.adamw(0.01)), "data", 3, tiers=tiers)
         parts = tx.shard(params)
         del params
@@ -81,9 +83,10 @@ def test_what_the_device_holds_is_in_the_ledger(
     room: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert SLACK < PART
-    budget = None if room is None else (2 + room) * PART
-    at_uses, between = unentered(budget, monkeypatch)
-    assert at_uses <= SLACK and between <= 1024
+    for update, more in (("host", 0), ("device", 4)):
+        budget = None if room is None else (2 + more + room) * PART
+        at_uses, between = unentered(budget, monkeypatch, update)
+        assert at_uses <= SLACK and between <= 1024
 
 
 def test_what_is_not_entered_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,6 +179,20 @@ def test_training_on_the_device_is_that_of_the_host(late: bool, budget: int | No
         pretend.late(False)
     for a, b in zip(found, want, strict=True):
         torch.testing.assert_close(torch.as_tensor(a), torch.as_tensor(b), rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_an_update_on_the_device_is_that_in_its_memory(late: bool) -> None:
+    """Bit for bit, with copies on streams of their own."""
+    want = trained(DEVICE, None)
+    pretend.late(late)
+    try:
+        for budget in (None, 16 * PART):
+            found = trained(DEVICE, o.Tiers(device=budget, update="device"))
+            for a, b in zip(found, want, strict=True):
+                assert torch.equal(torch.as_tensor(a), torch.as_tensor(b))
+    finally:
+        pretend.late(False)
 
 
 HOST = [("*", "host")]

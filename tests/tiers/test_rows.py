@@ -35,10 +35,15 @@ def least_host(mesh: dict[str, int], path: Path, count: int, dtype: Any, master:
     return int(refused.value.fix.split("host=")[1].split(",")[0])
 
 
-@pytest.mark.parametrize("mesh", MESHES[:3])
-@pytest.mark.parametrize(("dtype", "master", "rest"), KINDS)
+@pytest.mark.parametrize(
+    ("mesh", "dtype", "master", "rest", "update"),
+    [
+        *((mesh, *kind, "host") for mesh in MESHES[:3] for kind in KINDS),
+        *((mesh, *kind, "device") for mesh, kind in zip(MESHES[:2], KINDS[:2], strict=True)),
+    ],
+)
 def test_training_with_rows_on_the_disk_is_training_in_memory(
-    mesh: Any, dtype: Any, master: Any, rest: int, tmp_path: Path
+    mesh: Any, dtype: Any, master: Any, rest: int, update: Any, tmp_path: Path
 ) -> None:
     count = 6
     waiting = count * block_bytes(mesh, dtype)
@@ -48,9 +53,10 @@ def test_training_with_rows_on_the_disk_is_training_in_memory(
         want_too = stepped(o.adamw(0.01), in_memory(), dtype, master=master)
         for i, durable in enumerate((False, True)):
             budget = few + waiting // 2 + i * waiting
-            tiers = o.Tiers(host=budget, disk=tmp_path / f"a{i}", durable=durable)
+            how: Any = {"durable": durable, "update": update}
+            tiers = o.Tiers(host=budget, disk=tmp_path / f"a{i}", **how)
             assert differing(want, run(clipped(), tiers, count, dtype=dtype, master=master)) == []
-            tiers = o.Tiers(host=few, disk=tmp_path / f"b{i}", durable=durable)
+            tiers = o.Tiers(host=few, disk=tmp_path / f"b{i}", **how)
             assert differing(want_too, stepped(o.adamw(0.01), tiers, dtype, master=master)) == []
             held = tiers.ledger.peaks
             assert held["host"]["parameters"] == held["host"]["state"] == 0
@@ -91,12 +97,18 @@ def test_rows_that_are_begun_on_the_disk_pass_through_one_buffer_in_the_ledger(
 
 
 @pytest.mark.parametrize("more", [0, 1, 3])
-def test_an_explanation_says_what_is_on_the_disk_and_moves(more: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("update", ["host", "device"])
+def test_an_explanation_says_what_is_on_the_disk_and_moves(
+    more: int, update: Any, tmp_path: Path
+) -> None:
     mesh = {"data": 2, "x": 1}
     host = least_host(mesh, tmp_path, 4, torch.float32, None) + (1 + more) * block_bytes(mesh)
     with sl.simulate(**mesh):
         f, params = model(4)
-        tiers = o.Tiers(device=least(mesh), host=host, disk=tmp_path, durable=more == 3)
+        # two moments of the largest block
+        device = least(mesh) + 2 * block_bytes(mesh) * (update == "device")
+        how: Any = {"durable": more == 3, "update": update}
+        tiers = o.Tiers(device=device, host=host, disk=tmp_path, **how)
         tx = o.zero(o.adamw(0.01), "data", 3, tiers=tiers)
         params = tx.shard(params)
         said = sl.explain(f, params, tx=tx).tiers
@@ -106,13 +118,15 @@ def test_an_explanation_says_what_is_on_the_disk_and_moves(more: int, tmp_path: 
             before = store.bytes_read, store.bytes_written
             _, grads = sl.value_and_grad(f, into=tx)(params)
             params, state, _ = o.step(tx, params, grads, state)
-            for x in o.state_dict(params).values():
-                assert x.raw.numel()
+            if update == "host":
+                assert all(x.raw.numel() for x in o.state_dict(params).values())
+            params.cache.land(0)
             params.cache.movers.updates.submit(lambda: None).wait()
             moved = store.bytes_read - before[0], store.bytes_written - before[1]
         shares = params.cache.shares
-        # the values above were read too
-        seen = sum(store.sizes[n].nbytes for n in store.away if store.sizes[n].kind == "parameters")
+        # the values above were read too; a read of them would bring blocks to the device
+        rows = (store.sizes[n] for n in store.away if update == "host")
+        seen = sum(row.nbytes for row in rows if row.kind == "parameters")
         assert (said.read + seen) * shares == moved[0] and said.written * shares == moved[1]
         assert said.disk == tiers.ledger.peak["disk"]
         held = tiers.ledger.peaks["host"]
@@ -139,9 +153,13 @@ def test_each_real_rank_has_its_part_of_the_disk(mesh: Any, pool: Any, tmp_path:
 CASE = kill_steps.CASES[0]
 
 
-@pytest.mark.parametrize("kills", kill_steps.KILLS, ids=str)
-def test_a_killed_run_goes_on_from_its_last_step_with_the_same_bits(kills: Any) -> None:
-    wrong, seen = kill_steps.run(CASE, kills, kill_steps.trained(CASE, None))
+@pytest.mark.parametrize(
+    ("case", "kills"),
+    [*((CASE, kills) for kills in kill_steps.KILLS), (kill_steps.CASES[-2], kill_steps.KILLS[1])],
+    ids=str,
+)
+def test_a_killed_run_goes_on_from_its_last_step_with_the_same_bits(case: Any, kills: Any) -> None:
+    wrong, seen = kill_steps.run(case, kills, kill_steps.trained(case, None))
     assert not wrong, seen
 
 
