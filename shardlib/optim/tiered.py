@@ -23,13 +23,14 @@ from torch import Tensor
 from shardlib._compat import backward_now
 from shardlib.errors import ShardError, Unsupported
 from shardlib.optim.buckets import Bucket, Index, pytree_node
-from shardlib.optim.chunk_cache import ChunkCache, Movers, TieredRoom
+from shardlib.optim.chunk_cache import ChunkCache, Movers
 from shardlib.optim.stage3 import (
     BucketReading,
     Gradient,
     Parts,
     Reading,
 )
+from shardlib.optim.tiered_room import TieredRoom
 from shardlib.tensor import Facts, ShardedTensor
 from shardlib.tensor.place import Place
 from shardlib.tiers.ledger import Ledger, tier_bytes

@@ -11,9 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import copy_context
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from itertools import count
 from typing import Any
 
 import optree
@@ -25,20 +24,36 @@ from shardlib.dtypes import wider
 from shardlib.errors import ShardError, Unsupported
 from shardlib.mesh import Mesh, rank_along, within
 from shardlib.optim.buckets import Bucket, Buckets, Index, Memory, State, Tree, fill_slots
-from shardlib.optim.chunk_cache import ChunkCache, DueUpdate, ExactMemory, part_bytes
+from shardlib.optim.chunk_cache import ChunkCache, DueUpdate, part_bytes
+from shardlib.optim.chunk_trees import (
+    by_chunk,
+    copied_to,
+    grouped,
+    in_reading_order,
+    is_buckets,
+    joined_chunks,
+    leading,
+    merged_states,
+    numbered,
+    numbers_of,
+    on_paper,
+    opened,
+    picked,
+    plain,
+    rows_of,
+    stored,
+    taken,
+)
 from shardlib.optim.index import Indexed, ZeroSettings
 from shardlib.optim.norms import global_norm, run_measured
 from shardlib.optim.precision import with_master
 from shardlib.optim.stage3 import Parts, SplitParameters, matched, trained
-from shardlib.optim.tiered import TieredParts, Tiers, parts_in, row_of, valued
+from shardlib.optim.tiered import TieredParts, Tiers, parts_in, valued
+from shardlib.optim.tiered_room import ExactMemory
 from shardlib.optim.transform import Step, Transform
 from shardlib.tensor import ShardedTensor
-from shardlib.tiers.buffers import host_memory
 from shardlib.tiers.mover import Ticket
 from shardlib.tiers.rows import RowSize, TierRow
-
-GROUP = 1 << 20
-"""Bytes of parameters below which Python takes longer than the update itself."""
 
 
 class GlobalNorms:
@@ -132,7 +147,7 @@ class TieredParameters(SplitParameters):
         mine, leaves, tree = self._on_paper(cache, index, asks)
         for name in list(rows):
             for i, x in enumerate(leaves):
-                if _is_buckets(x) and name in x:
+                if is_buckets(x) and name in x:
                     nbytes = x[name].raw.nbytes // cache.shares
                     rows[f"{name} {i}"] = RowSize(cache.chunk_of[name], "state", nbytes)
         gradients = Counter[str]()
@@ -159,7 +174,7 @@ class TieredParameters(SplitParameters):
         self, cache: ChunkCache, index: Index, asks: Mapping[str, bool]
     ) -> tuple[Buckets, list[Any], Any]:
         """Return the trained parts, and the leaves and structure of their state, without memory."""
-        mine = trained(_paper(cache, index, asks))
+        mine = trained(on_paper(cache, index, asks))
         return mine, *self._begun(cache, mine, lambda i, x: x)
 
     def _update_bytes(
@@ -170,7 +185,7 @@ class TieredParameters(SplitParameters):
         if not cache.here:
             return states, more
         mine, leaves, _ = self._on_paper(cache, index, asks)
-        for x in filter(_is_buckets, leaves):
+        for x in filter(is_buckets, leaves):
             states.update({n: v.raw.nbytes // cache.shares for n, v in x.items()})
         for name, x in mine.items():
             # sums of gradients are wide, and so are parameters that are joined
@@ -186,15 +201,15 @@ class TieredParameters(SplitParameters):
         if isinstance(params, Parts) and not holds_values(params.mesh):
             # on paper nothing is in a tier
             return super().init(params)
-        mine, cache = _plain(trained(params)), _cache_of(params)
+        mine, cache = plain(trained(params)), _cache_of(params)
         keep = partial(_rows, cache)
         if cache.store.notes is None:
             leaves, tree = self._begun(cache, mine, keep)
             return optree.tree_unflatten(tree, leaves)
-        paper = _paper(cache, mine.index, dict.fromkeys(mine, True))
+        paper = on_paper(cache, mine.index, dict.fromkeys(mine, True))
         leaves, tree = self._begun(cache, paper, keep)
         numbers = iter(cache.store.notes)
-        leaves = [x if _is_buckets(x) else next(numbers) for x in leaves]
+        leaves = [x if is_buckets(x) else next(numbers) for x in leaves]
         return optree.tree_unflatten(tree, leaves)
 
     def _begun(
@@ -203,11 +218,11 @@ class TieredParameters(SplitParameters):
         """Initialise the state; return its leaves, of which ``keep`` makes rows, and structure."""
 
         def begun(names: tuple[str, ...]) -> tuple[list[Any], Any]:
-            state = self.inner.init(_stored(mine, names, lambda x: x.raw))
-            leaves, tree = optree.tree_flatten(state, is_leaf=_is_buckets, none_is_leaf=True)
-            return [keep(i, x) if _is_buckets(x) else x for i, x in enumerate(leaves)], tree
+            state = self.inner.init(stored(mine, names, lambda x: x.raw))
+            leaves, tree = optree.tree_flatten(state, is_leaf=is_buckets, none_is_leaf=True)
+            return [keep(i, x) if is_buckets(x) else x for i, x in enumerate(leaves)], tree
 
-        chunks = _by_chunk(cache, mine)
+        chunks = by_chunk(cache, mine)
         try:
             parts = list(map(begun, chunks))
         except ShardError:
@@ -218,16 +233,17 @@ class TieredParameters(SplitParameters):
         leaves, tree = parts[0]
         rows = zip(*(some for some, _ in parts), strict=True)
         return [
-            _joined(row, mine) if _is_buckets(x) else x for x, row in zip(leaves, rows, strict=True)
+            joined_chunks(row, mine) if is_buckets(x) else x
+            for x, row in zip(leaves, rows, strict=True)
         ], tree
 
     def donate(self, grads: Tree, state: State, params: Tree, step: Step) -> State:
         """Update the first chunk, and post the updates of the others."""
         self.how.check_state(state)
-        mine, given = map(_plain, matched(params, grads, state))
+        mine, given = map(plain, matched(params, grads, state))
         cache = _cache_of(params)
         _settle(cache)
-        chunks = _by_chunk(cache, mine)
+        chunks = by_chunk(cache, mine)
         splits = self._splits(cache, state, mine)
         if splits is None:
             after = self._update_all(cache, given, state, mine, step)
@@ -236,10 +252,10 @@ class TieredParameters(SplitParameters):
             return after
         norms = GlobalNorms(given)
         begun = replace(step)
-        rest = {cache.chunk_of[names[0]]: names for names in _in_order(cache, chunks)}
+        rest = {cache.chunk_of[names[0]]: names for names in in_reading_order(cache, chunks)}
         tickets, found = dict[str, Ticket | None](), dict[str, Any]()
-        for chunk in _leading(rest, splits):
-            trees = _taken(rest.pop(chunk), given, state, mine)
+        for chunk in leading(rest, splits):
+            trees = taken(rest.pop(chunk), given, state, mine)
             told = replace(begun) if found else step
             if cache.here:
                 self._due(cache, norms, trees, told)
@@ -251,7 +267,7 @@ class TieredParameters(SplitParameters):
                 rest.clear()
                 break
         # taken now: the values are given up when the step returns
-        jobs = [(n, _taken(n, given, state, mine)) for n in _grouped(cache, list(rest.values()))]
+        jobs = [(n, taken(n, given, state, mine)) for n in grouped(cache, list(rest.values()))]
         for names, trees in jobs:
             ticket = None
             if cache.here:
@@ -260,7 +276,7 @@ class TieredParameters(SplitParameters):
                 ticket = self._post(cache, norms, trees, replace(begun))
             tickets.update((cache.chunk_of[n], ticket) for n in names)
         cache.end_step(tickets)
-        merged = _picked(_together(found, splits), state)
+        merged = picked(merged_states(found, splits), state)
         _commit(cache, merged, tickets)
         return merged
 
@@ -268,7 +284,7 @@ class TieredParameters(SplitParameters):
         self, cache: ChunkCache, norms: GlobalNorms, trees: Any, step: Step, after: Sequence[Ticket] = ()
     ) -> Ticket:  # fmt: skip
         """Post the update of a chunk."""
-        rows = _rows_of(trees)
+        rows = rows_of(trees)
         cache.store.due.append(rows)
         job = partial(self._update, cache, norms, trees, step, rows)
         return cache.movers.updates.submit(job, after=after)
@@ -280,8 +296,8 @@ class TieredParameters(SplitParameters):
 
         If it raises, what is on the disk stays.
         """
-        memory = cache.store.fetched(rows or _rows_of(trees))
-        after = self._run(self.inner, norms, _opened(trees, memory), step)
+        memory = cache.store.fetched(rows or rows_of(trees))
+        after = self._run(self.inner, norms, opened(trees, memory), step)
         cache.store.changed(memory)
         return after
 
@@ -289,7 +305,7 @@ class TieredParameters(SplitParameters):
         given, state, mine = trees
         with within(norms=_ChunkNorms(norms, given)):
             after = run_measured(inner, given, state, mine, step)
-        return _numbered(after, state)
+        return numbered(after, state)
 
     def _due(
         self, cache: ChunkCache, norms: GlobalNorms, trees: Any, step: Step, lent: Sequence[Tensor] = ()
@@ -308,11 +324,11 @@ class TieredParameters(SplitParameters):
 
         def run(there: Mapping[TierRow, Tensor]) -> Any:
             with torch.no_grad():
-                after = context.run(self._run, inner, norms, _opened(trees, there), step)
+                after = context.run(self._run, inner, norms, opened(trees, there), step)
             memory.give(*lent)
             return after
 
-        rows = _rows_of(trees)
+        rows = rows_of(trees)
         cache.due[cache.chunk_of[next(iter(given))]] = DueUpdate(rows, run)
 
     def _update_all(
@@ -328,15 +344,15 @@ class TieredParameters(SplitParameters):
                 op="tiers",
                 fix=f"sl.optim.Tiers({fix})",
             )
-        trees = _taken(tuple(mine), given, state, mine)
-        memory = cache.store.fetched(_rows_of(trees))
-        given, old, mine = _opened(trees, memory)
+        trees = taken(tuple(mine), given, state, mine)
+        memory = cache.store.fetched(rows_of(trees))
+        given, old, mine = opened(trees, memory)
         after = run_measured(self.inner, given, old, mine, step)
-        found = _numbered(after, old)
+        found = numbered(after, old)
         cache.store.changed(memory)
         if found is None:
             return after
-        return _picked(found, state)
+        return picked(found, state)
 
     def _splits(
         self, cache: ChunkCache, state: State, params: Buckets
@@ -345,7 +361,7 @@ class TieredParameters(SplitParameters):
 
         None if chunks may not be updated one by one: found out once, on copies of each.
         """
-        leaves, tree = optree.tree_flatten(state, is_leaf=_is_buckets, none_is_leaf=True)
+        leaves, tree = optree.tree_flatten(state, is_leaf=is_buckets, none_is_leaf=True)
         # in the host's thread nothing is sent between ranks
         if self.how.tx.trait not in (
             "elementwise",
@@ -358,7 +374,7 @@ class TieredParameters(SplitParameters):
         if tree not in self.split:
             cache.release()
             room, found = cache.room, dict[str, frozenset[Any]]()
-            chunks = _by_chunk(cache, params)
+            chunks = by_chunk(cache, params)
             for names in chunks:
                 some = self._stands_alone(cache, names, params, state)
                 if some is not None:
@@ -374,8 +390,8 @@ class TieredParameters(SplitParameters):
 
         None if it is not updated alone.
         """
-        copied = partial(_copied, cache)
-        trees = tuple(_stored(t, names, copied) for t in (params, state, params))
+        copied = partial(copied_to, cache)
+        trees = tuple(stored(t, names, copied) for t in (params, state, params))
         for g in trees[0].values():
             g.raw.zero_()
         norms, inner = GlobalNorms(None), self.inner
@@ -388,15 +404,15 @@ class TieredParameters(SplitParameters):
             return None
         if norms.strange or after is None:
             return None
-        old = _numbers(state)
-        return frozenset(i for i, x in _numbers(after).items() if i not in old or x != old[i])
+        old = numbers_of(state)
+        return frozenset(i for i, x in numbers_of(after).items() if i not in old or x != old[i])
 
     def eager(self, params: Tree, state: State, step: Step) -> "Any":
         """Return a context in which backward updates chunks, or None if it needs all gradients."""
         if self.how.tx.trait != "elementwise" or not isinstance(params, TieredParts):
             return None
         self.how.check_state(state)
-        mine = _plain(trained(params))
+        mine = plain(trained(params))
         splits = self._splits(params.cache, state, mine)
         if splits is None:
             return None
@@ -410,7 +426,7 @@ def _eager(
 ) -> Iterator[Callable[[], State]]:  # fmt: skip
     """Update each chunk when its gradients are in host memory; yield a function for the new state."""
     _settle(cache)
-    missing = {cache.chunk_of[names[0]]: set(names) for names in _by_chunk(cache, params)}
+    missing = {cache.chunk_of[names[0]]: set(names) for names in by_chunk(cache, params)}
     came: dict[str, tuple[Ticket | None, Tensor]] = {}
     tickets: dict[str, Ticket] = {}
     found: dict[str, Any] = {}
@@ -422,7 +438,7 @@ def _eager(
         grads = {n: ShardedTensor(row, params[n].place) for n, (_, row) in given.items()}
         trees = (
             Buckets(grads, params.index.subset(names), params.mesh),
-            *_taken(names, state, params),
+            *taken(names, state, params),
         )
         # the first one fills it in, and what it has there meanwhile is not for the others
         filled = step
@@ -464,10 +480,10 @@ def _eager(
                 nothing = cache.movers.gradients.submit(lambda: None)
                 arrived(name, nothing, cache.gradient_row(*like).zero_())
         updated(0)
-        found.update({c: tickets[c].on_host() for c in _leading(tickets, splits)})
+        found.update({c: tickets[c].on_host() for c in leading(tickets, splits)})
         updates = dict.fromkeys(found) | tickets
         cache.end_step(updates)
-        merged = _picked(_together(found, splits), state)
+        merged = picked(merged_states(found, splits), state)
         _commit(cache, merged, updates)
         return merged
 
@@ -493,38 +509,6 @@ def _cut(index: Index, mesh: Mesh) -> tuple[Bucket, ...]:
     )
 
 
-def _leading(chunks: Iterable[str], splits: Mapping[str, frozenset[Any]]) -> list[str]:
-    """List the first chunks of which the updates change all numbers of the state that any changes."""
-    found, seen = list[str](), frozenset[Any]()
-    for chunk in chunks:
-        if not found or not splits[chunk] <= seen:
-            found.append(chunk)
-            seen |= splits[chunk]
-    return found
-
-
-def _together(after: Mapping[str, Any], splits: Mapping[str, frozenset[Any]]) -> Any:
-    """Return the state of the first of these updates, with the numbers that others change."""
-    first, *others = after
-    found, seen = _numbers(after[first]), splits[first]
-    for chunk in others:
-        found |= {i: x for i, x in _numbers(after[chunk]).items() if i in splits[chunk] - seen}
-        seen |= splits[chunk]
-    paths, leaves, tree = optree.tree_flatten_with_path(after[first], none_is_leaf=True)
-    rows = zip(paths, leaves, strict=True)
-    return optree.tree_unflatten(tree, [found.get(path, x) for path, x in rows])
-
-
-def _numbers(state: Any) -> dict[Any, Any]:
-    """Map each place of a state to its number, but those of buckets."""
-    rows = optree.tree_flatten_with_path(state, is_leaf=_is_buckets, none_is_leaf=True)
-    return {p: x for p, x in zip(*rows[:2], strict=True) if not isinstance(x, Buckets | _Nth)}
-
-
-def _is_buckets(x: object) -> bool:
-    return isinstance(x, Buckets)
-
-
 def _cache_of(params: Tree) -> ChunkCache:
     if not isinstance(params, TieredParts):
         raise ShardError(
@@ -533,88 +517,6 @@ def _cache_of(params: Tree) -> ChunkCache:
             fix="params = tx.shard(params)",
         )
     return params.cache
-
-
-def _by_chunk(cache: ChunkCache, mine: Buckets) -> list[tuple[str, ...]]:
-    """List the names of the buckets of each chunk."""
-    found = (tuple(b.name for b in some if b.name in mine) for some in cache.chunks.values())
-    return [names for names in found if names]
-
-
-def _in_order(cache: ChunkCache, chunks: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Sort chunks by the order in which the step before read them, which the next one repeats."""
-    order = {c: i for i, c in enumerate(dict.fromkeys((*cache.trace, *cache.chunks)))}
-    return sorted(chunks, key=lambda names: order[cache.chunk_of[names[0]]])
-
-
-def _grouped(cache: ChunkCache, chunks: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Join chunks to groups of GROUP bytes at least, each of which one job updates."""
-    if cache.here or cache.store.away:
-        # rows of one chunk at a time are brought
-        return chunks
-    found: list[tuple[str, ...]] = []
-    size = GROUP
-    for names in chunks:
-        if size >= GROUP:
-            found.append(())
-            size = 0
-        found[-1] += names
-        size += cache.sizes[cache.chunk_of[names[0]]]
-    return found
-
-
-def _stored(tree: Tree, names: tuple[str, ...], raw: Callable[[ShardedTensor], Tensor]) -> Any:
-    """Return a tree with the buckets of these names alone, of values with other blocks."""
-    return _with(tree, names, lambda x: ShardedTensor(raw(x).detach(), x.place))
-
-
-def _with(tree: Tree, names: Any, value: Callable[[ShardedTensor], ShardedTensor]) -> Any:
-    def one(x: Any) -> Any:
-        if not isinstance(x, Buckets):
-            return x
-        found = {n: value(x[n]) for n in names or x if n in x}
-        return Buckets(found, x.index.subset(tuple(found)), x.mesh)
-
-    return optree.tree_map(one, tree, is_leaf=_is_buckets, none_is_leaf=True)
-
-
-def _copied(cache: ChunkCache, x: ShardedTensor) -> Tensor:
-    """Return a copy in host memory, or on the device; where a CPU is both, they are not the same."""
-    row = x.raw
-    if cache.here:
-        return cache.states_here.take(row.shape, row.dtype, cache.spared()).copy_(row)
-    return host_memory(row.numel(), row.dtype, row.device)[0].view(row.shape).copy_(row)
-
-
-def _taken(names: tuple[str, ...], *trees: Tree) -> Any:
-    """Return trees with the buckets of these names alone, which outlive those that are given up."""
-    return tuple(_with(t, names, lambda x: x.at(x.place)) for t in trees)
-
-
-def _rows_of(trees: Tree) -> list[TierRow]:
-    """List the rows that values are read from."""
-    return [row for x in _buckets_in(trees) for v in x.values() if (row := row_of(v)) is not None]
-
-
-def _opened(trees: Any, memory: Mapping[TierRow, Tensor]) -> Any:
-    """Return trees whose rows are in memory."""
-
-    def raw(x: ShardedTensor) -> Tensor:
-        row = row_of(x)
-        if row is None:
-            return x.raw
-        return memory[row]
-
-    return tuple(_stored(t, (), raw) for t in trees)
-
-
-def _paper(cache: ChunkCache, index: Index, asks: Mapping[str, bool]) -> Buckets:
-    """Return parts without memory."""
-    values = {}
-    for b in index:
-        raw = cache.standing[b.name].to("meta").new_empty(storage_shape(cache.mesh, b.part_length))
-        values[b.name] = ShardedTensor(raw.requires_grad_(asks[b.name]), b.place(cache.mesh))
-    return Buckets(values, index, cache.mesh)
 
 
 def _rows(cache: ChunkCache, i: int, some: Buckets) -> Buckets:
@@ -635,7 +537,7 @@ def _settle(cache: ChunkCache) -> None:
 
 def _commit(cache: ChunkCache, state: State, chunks: Iterable[str] = ()) -> None:
     """Post the commit of a step when the updates of these chunks are posted."""
-    notes = list(_numbers(state).values())
+    notes = list(numbers_of(state).values())
 
     def commit() -> None:
         tickets = [cache.updates[c] for c in chunks if c in cache.updates]
@@ -645,63 +547,3 @@ def _commit(cache: ChunkCache, state: State, chunks: Iterable[str] = ()) -> None
     if not cache.due:
         cache.finish = None
         commit()
-
-
-def _joined(parts: Sequence[Buckets], mine: Buckets) -> Buckets:
-    """Return the buckets of all chunks as one."""
-    found = {n: x for some in parts for n, x in some.items()}
-    names = tuple(n for n in mine if n in found)
-    return Buckets(
-        {n: found[n] for n in names},
-        mine.index.subset(names) if len(names) < len(mine) else mine.index,
-        mine.mesh,
-    )
-
-
-def _plain(some: Buckets) -> Buckets:
-    """Return the same values as Buckets: trees that are combined are of one type."""
-    return Buckets(some, some.index, some.mesh)
-
-
-@dataclass(frozen=True)
-class _Nth:
-    """The buckets of a state with this number."""
-
-    number: int
-
-
-def _buckets_in(tree: Tree) -> list[Buckets]:
-    return [x for x in optree.tree_leaves(tree, is_leaf=_is_buckets) if _is_buckets(x)]
-
-
-def _numbered(after: State, before: State) -> Any:
-    """Return a state with the number of its buckets in their place; None if it has other memory.
-
-    ``before``  the state whose buckets the update overwrote.
-    """
-    new, tree = optree.tree_flatten(after, is_leaf=_is_buckets, none_is_leaf=True)
-    rows = enumerate(_buckets_in(before))
-    places = {v.raw.data_ptr(): i for i, x in rows for v in x.values()}
-    numbers: list[Any] = []
-    at = count()
-    for x in new:
-        if not _is_buckets(x):
-            numbers.append(x)
-            continue
-        # a group's buckets that have none of this chunk are found by their position
-        place = next(at)
-        found = {places.get(v.raw.data_ptr(), -1) for v in x.values()} or {place}
-        if len(found) != 1 or -1 in found:
-            return None
-        numbers.append(_Nth(found.pop()))
-    return optree.tree_unflatten(tree, numbers)
-
-
-def _picked(numbered: Any, state: State) -> Any:
-    """Return the state of which the update of one chunk was numbered."""
-    every = _buckets_in(state)
-
-    def one(x: Any) -> Any:
-        return every[x.number] if isinstance(x, _Nth) else x
-
-    return optree.tree_map(one, numbered, none_is_leaf=True)

@@ -56,6 +56,7 @@ OTHER_CLOCKS = [
     ("tiers/rows.py", "end.wait()", JOB),
     ("optim/chunk_cache.py", "*.ticket.wait()", JOB),
     ("optim/chunk_cache.py", "ticket.wait()", JOB),
+    ("optim/tiered_room.py", "ticket.wait()", JOB),
     ("optim/chunk_cache.py", "self.sending.pop(0).wait()", JOB),
     ("optim/chunk_cache.py", "self.updates*.wait()", JOB),
     ("optim/tiered*.py", "*.submit(*).wait()", JOB),

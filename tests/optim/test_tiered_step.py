@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import shardlib as sl
+from tests.optim.test_chunk_trees import groups
 from tests.optim.test_tiered import MESHES, block_bytes, clipped, differing, model, run
 
 o = sl.optim
@@ -77,19 +78,6 @@ def test_bytes_of_a_parameter_over_all_tiers(mesh: Any, dtype: Any, master: Any,
 
 def muon() -> Any:
     return o.muon(0.01, rest=o.adamw(0.01), matrices="*.weight")
-
-
-def groups() -> Any:
-    """Two transforms with numbers of their own, of which the last block has one alone."""
-    some = {"a": o.adamw(o.warmup_cosine(0.01, 2, 5)), "b": o.sgd(0.05, 0.9)}
-    return o.partition(some, [("h.1.up.*", "a"), ("*", "b")])
-
-
-def test_numbers_of_the_state_are_those_of_all_chunks() -> None:
-    with sl.simulate(data=2, x=1):
-        want = run(groups(), None)
-        for update in ("host", "device"):
-            assert differing(want, run(groups(), o.Tiers(update=update))) == []
 
 
 def least_here(run: Any, inner: Any, **how: Any) -> int:
@@ -189,7 +177,7 @@ def test_an_error_of_an_update_reaches_the_next_reader() -> None:
         (clipped, True),
         (lambda: o.chain(o.clip_by_value(0.1), o.clip_by_global_norm(0.1), o.sgd(0.1)), False),
         (lambda: o.lamb(0.1), False),
-        (lambda: groups(), True),
+        (groups, True),
     ],
 )
 def test_a_chunk_is_updated_alone_where_that_is_the_same(inner: Any, alone: bool) -> None:

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 import shardlib as sl
-from shardlib.optim import chunk_cache, tiered_step
+from shardlib.optim import chunk_cache, tiered_room, tiered_step
 from shardlib.tiers import disk, rows
 from tests.optim.test_tiered import WIDE, Blocks
 from tests.tiers.disk_cases import intercepted
@@ -31,7 +31,7 @@ LAST = 4
 
 POINTS: dict[str, tuple[Any, str, int]] = {
     "load of a block": (rows.RowStore, "load", 20),
-    "gradient sent": (chunk_cache.TieredRoom, "send", 12),
+    "gradient sent": (tiered_room.TieredRoom, "send", 12),
     "update of a block": (tiered_step.TieredParameters, "_run", 12),
     "row read": (disk.DiskRows, "read", 60),
     "row written": (disk.DiskRows, "write", 60),

@@ -12,7 +12,8 @@ from shardlib.mesh import current_mesh
 from shardlib.tiers.activations import UNDER_WAY, HostActivations
 from shardlib.tiers.ledger import Ledger
 from shardlib.tiers.mover import Mover
-from tests.optim.test_tiered import MESHES, RULES, WIDE, Blocks, clipped, differing, emptied
+from tests.optim.test_tiered import MESHES, RULES, WIDE, Blocks, clipped, differing
+from tests.optim.test_tiered_room import emptied
 
 o = sl.optim
 COUNT, ROWS = 5, 128
