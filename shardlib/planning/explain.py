@@ -284,16 +284,20 @@ class _PaperReading(Reading):
         for name, one in self.buckets.items():
             one.block = self.cache.block_of[self.cache.chunk_of[name]]
 
+    def _part(self, one: BucketReading) -> Tensor:
+        chunk = self.cache.chunk_of[one.bucket.name]
+        if self.order[-1:] != [chunk]:
+            self.order.append(chunk)
+        return super()._part(one)
+
     def _start_ahead(self, one: BucketReading) -> None:
-        """Gather nothing ahead: it would be recorded too early."""
+        if self.cache.ahead and one.bucket.hops:
+            self._start(one)
 
     def _whole(self, one: BucketReading) -> Tensor:
         if one not in self.flat:
             for old in [x for x in self.flat if x.block != one.block]:
                 self._drop(old)
-            chunk = self.cache.chunk_of[one.bucket.name]
-            if self.order[-1:] != [chunk]:
-                self.order.append(chunk)
         return super()._whole(one)
 
 
