@@ -85,12 +85,11 @@ def test_a_planned_step_is_one_process_s(share: float) -> None:
 @pytest.mark.parametrize("ranks", [2])
 def test_a_plan_in_tiers_is_one_process_s_within_what_it_says_of_each_tier(ranks: int) -> None:
     torch.manual_seed(0)
-    model, slow = Words(8).double(), replace(CLUSTER, host=1e8)
-    where: dict[str, Any] = {"mesh": {"a": ranks}, "loss": loss, "cluster": slow, "microbatches": 1}
-    memory = 0.16 / ranks * sl.plan(model, GIVEN, **where).peak
-    with pytest.raises(sl.errors.NoPlanFits):
-        sl.plan(model, GIVEN, memory=memory, host="1MB", **where)
-    found = sl.plan(model, GIVEN, memory=memory, host="10MB", **where)
+    model, memory = Words(6).double(), 450_000
+    found = sl.plan(
+        model, GIVEN, mesh={"a": ranks}, cluster=replace(CLUSTER, host=1e8), loss=loss,
+        microbatches=1, memory=memory, host="10MB",
+    )  # fmt: skip
     assert found.peak <= memory and found.zero["stage"] == 3
     with sl.simulate(**found.mesh):
         apply, parts, tx = found.apply(model)
@@ -177,7 +176,8 @@ def test_calls_that_write_to_an_operand_and_residuals_outside_of_layers_are_plan
 
 def test_the_choice_is_the_fastest_of_all_recipes() -> None:
     module, inputs = made("gpt2 of 4")
-    given, how = tuple(inputs.values()), {"cluster": CLUSTER, "loss": loss_over((*inputs,))}
+    given = tuple(inputs.values())
+    how: dict[str, Any] = {"cluster": CLUSTER, "loss": loss_over((*inputs,))}
     best = sl.choose(module, given, ranks=2, **how)
     others = [
         sl.plan(module, given, ranks=2, recipes=[r], **how)
