@@ -416,84 +416,99 @@ class TieredParameters(SplitParameters):
         splits = self._splits(params.cache, state, mine)
         if splits is None:
             return None
-        return _eager(self, params.cache, state, mine, step, splits)
+        return EagerUpdates(self, params.cache, state, mine, step, splits).open()
 
 
-@contextmanager
-def _eager(
-    by: TieredParameters, cache: ChunkCache, state: State, params: Buckets, step: Step,
-    splits: Mapping[str, frozenset[Any]],
-) -> Iterator[Callable[[], State]]:  # fmt: skip
-    """Update each chunk when its gradients are in host memory; yield a function for the new state."""
-    _settle(cache)
-    missing = {cache.chunk_of[names[0]]: set(names) for names in by_chunk(cache, params)}
-    came: dict[str, tuple[Ticket | None, Tensor]] = {}
-    tickets: dict[str, Ticket] = {}
-    found: dict[str, Any] = {}
-    norms, begun = GlobalNorms(params), replace(step)
+class EagerUpdates:
+    """Updates of chunks while backward runs, each when all of its gradients are there.
 
-    def update(chunk: str) -> None:
+    ``missing``  chunk -> its buckets whose gradients are to come; ``came``  those that are there.
+    ``tickets``  chunk -> the job that updates it on the host; ``found``  its state, updated here.
+    """
+
+    def __init__(
+        self, by: TieredParameters, cache: ChunkCache, state: State, params: Buckets, step: Step,
+        splits: Mapping[str, frozenset[Any]],
+    ) -> None:  # fmt: skip
+        self.by, self.cache, self.state, self.params = by, cache, state, params
+        self.splits, self.norms = splits, GlobalNorms(params)
+        self.step, self.begun = step, replace(step)
+        self.missing = {cache.chunk_of[names[0]]: set(names) for names in by_chunk(cache, params)}
+        self.came: dict[str, tuple[Ticket | None, Tensor]] = {}
+        self.tickets: dict[str, Ticket] = {}
+        self.found: dict[str, Any] = {}
+
+    @contextmanager
+    def open(self) -> Iterator[Callable[[], State]]:
+        """Take the gradients of a backward; yield a function for the new state."""
+        _settle(self.cache)
+        self.cache.eager = self.take
+        try:
+            yield self.end
+        finally:
+            self.cache.eager = None
+            # also where backward raised
+            self.cache.updates.update(self.tickets)
+
+    def take(self, name: str, ticket: Ticket | None, row: Tensor) -> None:
+        """Take the gradient of a bucket; ``ticket``  the job that brings it to the host."""
+        chunk = self.cache.chunk_of[name]
+        self.came[name] = ticket, row
+        self.missing[chunk].discard(name)
+        if not self.missing[chunk]:
+            del self.missing[chunk]
+            self._update(chunk)
+
+    def _update(self, chunk: str) -> None:
+        by, cache, params = self.by, self.cache, self.params
         names = tuple(b.name for b in cache.chunks[chunk] if b.name in params)
-        given = {n: came.pop(n) for n in names}
+        given = {n: self.came.pop(n) for n in names}
         grads = {n: ShardedTensor(row, params[n].place) for n, (_, row) in given.items()}
-        trees = (
-            Buckets(grads, params.index.subset(names), params.mesh),
-            *taken(names, state, params),
-        )
+        own = Buckets(grads, params.index.subset(names), params.mesh)
+        trees = own, *taken(names, self.state, params)
         # the first one fills it in, and what it has there meanwhile is not for the others
-        filled = step
-        if tickets or cache.due or found:
-            filled = replace(begun)
+        filled = self.step
+        if self.tickets or cache.due or self.found:
+            filled = replace(self.begun)
         if cache.here:
-            updated(0)
-            by._due(cache, norms, trees, filled, [row for _, row in given.values()])
+            self._update_here(0)
+            by._due(cache, self.norms, trees, filled, [row for _, row in given.values()])
             # while the next block's gradient is made
-            updated(int(cache.ahead))
+            self._update_here(int(cache.ahead))
             return
         # at most two chunks' gradients wait for their update
-        for old in list(tickets.values())[:-1]:
+        for old in list(self.tickets.values())[:-1]:
             old.on_host()
         after = [ticket for ticket, _ in given.values() if ticket is not None]
-        tickets[chunk] = by._post(cache, norms, trees, filled, after)
+        self.tickets[chunk] = by._post(cache, self.norms, trees, filled, after)
 
-    def updated(most: int) -> None:
+    def _update_here(self, most: int) -> None:
+        """Update chunks on the device, but the last ones, which are brought."""
+        cache = self.cache
         for chunk in list(cache.due)[: len(cache.due) - most]:
-            found[chunk] = cache.update(chunk)
+            self.found[chunk] = cache.update(chunk)
         for chunk in cache.due:
             cache.bring(chunk)
 
-    def arrived(name: str, ticket: Ticket | None, row: Tensor) -> None:
-        chunk = cache.chunk_of[name]
-        came[name] = ticket, row
-        missing[chunk].discard(name)
-        if not missing[chunk]:
-            del missing[chunk]
-            update(chunk)
-
-    def after() -> State:
+    def end(self) -> State:
+        """End a backward: return the state, as all updates leave it."""
+        cache = self.cache
         # what the loss does not depend on has a gradient of zero
-        for name in [n for some in missing.values() for n in some]:
-            like = cache.rows[name].shape, params[name].dtype
+        for name in [n for some in self.missing.values() for n in some]:
+            like = cache.rows[name].shape, self.params[name].dtype
             if cache.here:
-                arrived(name, None, cache.gradients_here.take(*like, cache.spared()).zero_())
+                self.take(name, None, cache.gradients_here.take(*like, cache.spared()).zero_())
             else:
                 nothing = cache.movers.gradients.submit(lambda: None)
-                arrived(name, nothing, cache.gradient_row(*like).zero_())
-        updated(0)
-        found.update({c: tickets[c].on_host() for c in leading(tickets, splits)})
-        updates = dict.fromkeys(found) | tickets
+                self.take(name, nothing, cache.gradient_row(*like).zero_())
+        self._update_here(0)
+        told = leading(self.tickets, self.splits)
+        self.found.update({c: self.tickets[c].on_host() for c in told})
+        updates = dict.fromkeys(self.found) | self.tickets
         cache.end_step(updates)
-        merged = picked(merged_states(found, splits), state)
+        merged = picked(merged_states(self.found, self.splits), self.state)
         _commit(cache, merged, updates)
         return merged
-
-    cache.eager = arrived
-    try:
-        yield after
-    finally:
-        cache.eager = None
-        # also where backward raised
-        cache.updates.update(tickets)
 
 
 def _write_part(one: Index, found: Indexed, row: Tensor) -> None:

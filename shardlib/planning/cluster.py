@@ -270,7 +270,7 @@ def measured(
 
 def _of_rank_0(rates: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
     """Return the rates of a device that rank 0 found, because all must plan alike."""
-    text = torch.zeros(1 << 14, dtype=torch.uint8)
+    text = torch.zeros(1 << 14, dtype=torch.uint8, device="cpu")
     written = json.dumps(rates).encode()
     text[: len(written)] = torch.frombuffer(bytearray(written), dtype=torch.uint8)
     with bind(mesh):
