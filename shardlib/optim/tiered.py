@@ -178,7 +178,7 @@ class TieredParts(Parts):
         return self.cache.gradient_row(shape, dtype)
 
     def _new_reading(self) -> Reading:
-        return TieredReading(self)
+        return TieredReading(self, self.cache)
 
     @property
     def generation(self) -> int:
@@ -320,18 +320,12 @@ class TieredBucket(BucketReading):
         return TieredGradient(self.cache, self.room, self.index, self.bucket, self.mesh, self.part)
 
 
-class TieredReading(Reading):
-    """A reading whose parts are loaded before they are gathered."""
+class ChunkReading(Reading):
+    """A reading that keeps the buckets of one block gathered, as a cache of chunks has bytes for."""
 
-    def __init__(self, params: TieredParts) -> None:
-        self.cache = params.cache
+    def __init__(self, params: Parts, cache: ChunkCache) -> None:
+        self.cache = cache
         super().__init__(params)
-
-    def _reading_of(self, bucket: Bucket, params: Any) -> BucketReading:
-        return TieredBucket(bucket, params)
-
-    def _part(self, one: BucketReading) -> Tensor:
-        return self.cache.read(one.bucket.name)
 
     def _start_ahead(self, one: BucketReading) -> None:
         # a part that is not gathered is loaded ahead by the cache
@@ -344,6 +338,16 @@ class TieredReading(Reading):
             for old in [x for x in self.flat if x.block != one.block]:
                 self._drop(old)
         return super()._whole(one)
+
+
+class TieredReading(ChunkReading):
+    """A reading whose parts are loaded before they are gathered."""
+
+    def _reading_of(self, bucket: Bucket, params: Any) -> BucketReading:
+        return TieredBucket(bucket, params)
+
+    def _part(self, one: BucketReading) -> Tensor:
+        return self.cache.read(one.bucket.name)
 
     def take(self, one: BucketReading, grads: tuple[Tensor | None, ...]) -> Tensor | None:
         """Add the gradients of one gather."""

@@ -27,7 +27,7 @@ from shardlib.collectives import (
 from shardlib.errors import BadArgument, similar
 from shardlib.mesh import Link, Mesh, MeshLike, accelerator, as_mesh, bind, make_mesh, world_size
 from shardlib.planning.device import measure_device
-from shardlib.planning.work import Rates, Table
+from shardlib.planning.work import KernelRates, Rates
 
 _HEAD = "# a cluster, written by shardlib"
 
@@ -60,7 +60,7 @@ class Cluster:
     bandwidth: float = math.inf
     host: float = 16e9
     call: float = 0.0
-    kernels: Table = field(default_factory=dict, hash=False)
+    kernels: KernelRates = field(default_factory=dict, hash=False)
 
     def rates(self, mesh: Mapping[str, int]) -> Rates:
         """Return what prices the work of a rank of a mesh with these axes."""
@@ -168,7 +168,7 @@ def _node(x: Any) -> int:
     return x
 
 
-def _table(x: Any) -> Table:
+def _table(x: Any) -> KernelRates:
     return {
         kind: {_node(int(n)): _number(r) for n, r in dict(row).items()}
         for kind, row in dict(x).items()

@@ -38,7 +38,7 @@ from shardlib.optim.buckets import Buckets, Memory, pytree_node
 from shardlib.optim.chunk_cache import ChunkCache
 from shardlib.optim.sink import Sink
 from shardlib.optim.stage3 import BucketReading, Parts, Reading
-from shardlib.optim.tiered import TieredParts
+from shardlib.optim.tiered import ChunkReading, TieredParts
 from shardlib.optim.transform import Transform
 from shardlib.placing import padded_size
 from shardlib.planning.cluster import Cluster, cluster_of
@@ -272,33 +272,23 @@ class _PaperParts(Parts):
     """Parameters in memory tiers, on paper: nothing is loaded, and what would be is recorded."""
 
     def _new_reading(self) -> Reading:
-        return _PaperReading(self)
+        return _PaperReading(self, *self.index.room.paper)
 
 
-class _PaperReading(Reading):
-    """A reading on paper that gathers, keeps and drops buckets as one of memory tiers does."""
+class _PaperReading(ChunkReading):
+    """A reading on paper, which lists the chunks that one of memory tiers loads."""
 
-    def __init__(self, params: Parts) -> None:
-        super().__init__(params)
-        self.cache, self.order = params.index.room.paper
+    def __init__(self, params: Parts, cache: ChunkCache, order: list[str]) -> None:
+        super().__init__(params, cache)
+        self.order = order
         for name, one in self.buckets.items():
-            one.block = self.cache.block_of[self.cache.chunk_of[name]]
+            one.block = cache.block_of[cache.chunk_of[name]]
 
     def _part(self, one: BucketReading) -> Tensor:
         chunk = self.cache.chunk_of[one.bucket.name]
         if self.order[-1:] != [chunk]:
             self.order.append(chunk)
         return super()._part(one)
-
-    def _start_ahead(self, one: BucketReading) -> None:
-        if self.cache.ahead and one.bucket.hops:
-            self._start(one)
-
-    def _whole(self, one: BucketReading) -> Tensor:
-        if one not in self.flat:
-            for old in [x for x in self.flat if x.block != one.block]:
-                self._drop(old)
-        return super()._whole(one)
 
 
 def _in_tiers(

@@ -51,7 +51,7 @@ from shardlib.planning.strategies import Table
 from shardlib.planning.work import StepWork
 
 WHOLE = ("...",)
-"""What a rule says of a parameter that is whole on all ranks."""
+"""Layout in the rule of a parameter that is whole on all ranks."""
 
 NEAR = 1.05
 """Share of the best plan's seconds to which a program may think that a plan takes."""
@@ -310,8 +310,7 @@ class Study:
             # what holds least is first: its seconds are a bound where memory is what limits
             for over in dict.fromkeys(every[::-1] if self.asked.zero else every[:1]):
                 stage = 3 if host else 2 * bool(over)
-                how = self.state, self.micros, pipe, self.total, host
-                holding = Holding(axes, over, stage, *how)
+                holding = Holding(axes, over, stage, self.state, self.micros, pipe, self.total)
                 search = Search(self.step, table, candidates, rates, holding, inputs)
                 yield Setting(search, batch, recipe)
 

@@ -106,7 +106,6 @@ class Holding:
     ``micros`` micro-batches of a step: of more than one, gradients are added up and summed once.
     ``pipe``   stages of a pipeline, each with as much of every layer's bytes.
     ``total``  bytes of all gradients of the module.
-    ``host``   whether parameters, gradients and state are in host memory, at stage 3.
     """
 
     sizes: Mapping[str, int]
@@ -116,7 +115,11 @@ class Holding:
     micros: int = 1
     pipe: int = 1
     total: float = math.inf
-    host: bool = False
+
+    @property
+    def host(self) -> bool:
+        """Whether parameters, gradients and state are in host memory, which is stage 3 here."""
+        return self.stage == 3
 
     @property
     def bucket(self) -> bool:

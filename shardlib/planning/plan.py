@@ -188,16 +188,8 @@ class Plan(Strategy):
     def json(self) -> dict[str, Any]:
         """Return the plan and its figures as plain values."""
         names = (
-            "mesh",
-            "rules",
-            "inputs",
-            "remat",
-            "zero",
-            "tiers",
-            "microbatches",
-            "seconds",
-            "peak",
-        )
+            "mesh", "rules", "inputs", "remat", "zero", "tiers", "microbatches", "seconds", "peak",
+        )  # fmt: skip
         held = {n: getattr(self.explained, n) for n in ("parameters", "state", "transient")}
         along = {axes: {"bytes": b, "messages": m} for axes, (b, m) in self.along.items()}
         return {n: getattr(self, n) for n in names} | held | {"along": along}

@@ -87,7 +87,7 @@ class StepWork:
         self.fetched += times * other.fetched
 
 
-Table = Mapping[str, Mapping[int, float]]
+KernelRates = Mapping[str, Mapping[int, float]]
 """Kind of kernel -> size -> operations per second, as ``measure_device`` finds them."""
 
 
@@ -106,7 +106,7 @@ class Rates:
     flops: float
     bandwidth: float = math.inf
     call: float = 0.0
-    kernels: Table = field(default_factory=dict)
+    kernels: KernelRates = field(default_factory=dict)
 
     def seconds(self, work: StepWork) -> float:
         """Add the seconds of computing and of transfers; none overlap."""
