@@ -103,17 +103,17 @@ class Found:
     losses: list[float]
 
 
-def models() -> dict[str, Callable[[], nn.Module]]:
+def models(layers: int = 2) -> dict[str, Callable[[], nn.Module]]:
     """Return what makes each model."""
     import transformers
 
     transformers.logging.set_verbosity_error()
     drops: dict[str, Any] = {"resid_pdrop": 0.1, "attn_pdrop": 0.1, "embd_pdrop": 0.1}
     small = transformers.GPT2Config(
-        vocab_size=96, n_positions=32, n_embd=32, n_layer=2, n_head=4, **drops
+        vocab_size=96, n_positions=32, n_embd=32, n_layer=layers, n_head=4, **drops
     )
     llama = transformers.LlamaConfig(
-        vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=layers,
         num_attention_heads=4, num_key_value_heads=4,
     )  # fmt: skip
     return {

@@ -80,6 +80,7 @@ class _PaperStep(PipelineStep):
             self.watch = CallRecorder(t, self.inner.size, True, paths)
             self.meter, self.events = meter, t.events
             for after in [["B"]] * ("B" in kinds) + [["I", "W"]] * ("I" in kinds) or [[]]:
+                self.traffic.parted = {(s, 0) for s in range(self.table.stages) if "I" in after}
                 for s in range(self.table.stages):
                     self._do(Action("F", s, 0))
                 for kind in after:

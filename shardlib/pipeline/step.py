@@ -76,6 +76,7 @@ class Traffic:
     ``sends``     of an action: (label, the stage that gets it) of each message that it sends.
     ``between``   (rank, rank) -> what the first sends to the second, in the order of its actions.
     ``actions``   of all ranks, in the order of a timeline; ``own`` those of the ranks ``here``.
+    ``parted``    stages and micro-batches whose backward is an I and a W.
     ``ends``      of ``own``, see ``last_gradients``.
     """
 
@@ -85,6 +86,7 @@ class Traffic:
         self.cuts, self.table = cuts, table
         self.actions = [*timeline(table).begins]
         self.kinds = {a.kind for a in self.actions}
+        self.parted = {(a.stage, a.micro) for a in self.actions if a.kind == "I"}
         self.sends: dict[Action, list[tuple[Crossing, int]]] = defaultdict(list)
         self.receives: dict[Action, list[tuple[Crossing, int]]] = defaultdict(list)
         for micro, cut in enumerate(cuts):
@@ -315,10 +317,11 @@ class PipelineStep:
             wanted=frozenset(cut.makes[a.stage]), given=given, draws=draws, ghosts=self.ghosts,
         )  # fmt: skip
         leaves = self.sums.leaves(again=self.blocks is not None)
+        parted = (a.stage, a.micro) in self.traffic.parted
         loss = None
         args, kwargs = self.batch[a.micro]
         inside = within(
-            stage=stage, differentiated=self.train, split_backward="I" in self.traffic.kinds,
+            stage=stage, differentiated=self.train, split_backward=parted,
             **({"draws": draws.instead} if draws else {}),
         )  # fmt: skip
         with inside, torch.set_grad_enabled(self.train):

@@ -256,7 +256,7 @@ CASES = [("gpt2", r) for r in ROWS] + [("llama", r) for r in LLAMA]
 @pytest.mark.parametrize(("name", "row"), CASES, ids=lambda x: str(getattr(x, "name", x)))
 def test_a_step_waits_for_nothing_and_its_loss_is_the_hosts(name: str, row: Row) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed")
-    make = models()[name]
+    make = models(layers=1)[name]
     there = measured(make, row, DEVICE, pretend.counting)
     asked = 1 if row.features == "documents" else 0  # transformers looks whether rows are packed
     assert there.waits == asked, there.lines
