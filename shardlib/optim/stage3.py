@@ -12,7 +12,7 @@ al., arXiv 2304.11277, section 3.3.
 """
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from threading import get_ident
@@ -150,8 +150,8 @@ class Reading:
     ``flat``    gathered buckets.
     ``coming``  buckets whose gather is posted.
     ``at``      number of a storage -> the bucket gathered there.
-    ``seen``    the buckets in the order of first reading.
-    ``done``    those whose gradients this backward has added.
+    ``seen``    the buckets in the order in which forward read them; ``saved``  those of saved weights.
+    ``back``    the names of those that this backward has gathered, in order.
     """
 
     def __init__(self, params: Parts) -> None:
@@ -163,7 +163,8 @@ class Reading:
         self.coming: dict[BucketReading, tuple[Tensor, Callable[[], object]]] = {}
         self.at: dict[int, BucketReading] = {}
         self.seen: list[BucketReading] = []
-        self.done: set[BucketReading] = set()
+        self.saved: set[BucketReading] = set()
+        self.back: list[str] = []
         self.thread = get_ident()
         self.asked = -1
         self.ended = False
@@ -199,28 +200,37 @@ class Reading:
         """Return a parameter's block, recorded by autograd."""
         mode = torch.is_grad_enabled()
         if mode not in one.blocks or one not in self.flat:
-            flat = self._whole(one)
-            # forward alone: recomputation in backward reads in another order
             if backward_now() == -1:
+                flat = self._whole(one)
                 self._note(one)
+            else:
+                flat = self._in_backward(one)
             found = _GatherBucket.apply(one.input(), self, one, flat)
             slots = one.bucket.slots
             one.blocks[mode] = {s.leaves[0]: t for s, t in zip(slots, found, strict=True)}  # type: ignore[arg-type]
         return one.blocks[mode][leaf]
 
     def again(self, one: BucketReading) -> Tensor:
-        """Gather a bucket again, in backward, and post the gather of the one read before it."""
+        """Return the bucket of a saved weight, gathered again."""
         if one.is_changed:
             raise ShardError(
                 "parameters were changed between forward and backward, which gathers them again",
                 op="apply",
                 fix="loss, grads = sl.value_and_grad(f)(params)",
             )
+        return self._in_backward(one)
+
+    def _in_backward(self, one: BucketReading) -> Tensor:
+        """Gather a bucket, and post the gather that came next in the last backward."""
+        order = self.room.back
+        if not order:
+            # a first backward reads the weights that were saved
+            coming = (x for x in reversed(self.seen) if x in self.saved and x not in self.flat)
+            order[:] = [x.bucket.name for x in coming]
+        if one not in self.flat:
+            self.back.append(one.bucket.name)
         flat = self._whole(one)
-        if one in self.seen:
-            at = self.seen.index(one)
-            if at and self.seen[at - 1] not in self.done:
-                self._start_ahead(self.seen[at - 1])
+        self._follow(self.back, order)
         self._at_the_end()
         return flat
 
@@ -229,9 +239,12 @@ class Reading:
         if one.block is None:
             return
         self.seen.append(one)
-        at, order = len(self.seen), self.room.order
-        # prefetch only while this forward reads in the recorded order
-        if order[at - 1 : at] == [one.bucket.name] and at < len(order):
+        self._follow([x.bucket.name for x in self.seen], self.room.order)
+
+    def _follow(self, read: Sequence[str], order: Sequence[str]) -> None:
+        """Post the next gather of a recorded order, while buckets are read in that order."""
+        at = len(read)
+        if order[at - 1 : at] == read[-1:] and at < len(order):
             self._start_ahead(self.buckets[order[at]])
 
     def _start_ahead(self, one: BucketReading) -> None:
@@ -308,13 +321,15 @@ class Reading:
     def weight(self, x: Tensor) -> "SavedWeight | None":
         """Return what stands for a saved weight; None for another tensor."""
         one = self.at.get(x.untyped_storage()._cdata)
-        return one and SavedWeight(self, one, (x.shape, x.stride(), x.storage_offset()))
+        if one is None:
+            return None
+        self.saved.add(one)
+        return SavedWeight(self, one, (x.shape, x.stride(), x.storage_offset()))
 
     # ------------------------------------------------------------ gradients
 
     def take(self, one: BucketReading, grads: tuple[Tensor | None, ...]) -> Tensor | None:
         """Add the gradients of one gather; return the part of their sum if it needs a graph."""
-        self.done.add(one)
         if one in self.flat and not self.index.keep:
             self._drop(one)
         self._at_the_end()
@@ -344,7 +359,7 @@ class Reading:
             self.room.flying.pop(0)()
         self.asked = -1
         self.ended = True
-        self.done.clear()
+        self.room.back[:], self.back = self.back, []
         for one in list(self.flat):
             self._drop(one)
 
