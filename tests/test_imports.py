@@ -94,6 +94,7 @@ ORDER = [  # each may import from those before it
     "modules.recipes",
     "modules",
     "tiers",
+    "optim.tiles",
     "optim.buckets",
     "optim.trees",
     "optim.transform",

@@ -27,7 +27,7 @@ from shardlib.ops.id_bounds import in_range
 from shardlib.ops.signatures import binder
 from shardlib.opspec import Args, Func, Kwargs
 from shardlib.tensor.gradients import real_axes, vary
-from shardlib.tensor.lifting import lifted
+from shardlib.tensor.lifting import lift, lifted
 from shardlib.tensor.place import Place
 from shardlib.tensor.tensor import (
     ShardedTensor,
@@ -114,6 +114,8 @@ def embedding(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     ids, table = given["input"], given["weight"]
     count = table.shape[0]
     padding = _checked(ids, table, count, given)
+    if table.facts is not None and table.facts.tiles:
+        return _by_tiles(ids, table, padding)
     table, ids = lifted("embedding", table, ids)
     mesh, of_ids, of_table = table.mesh, ids.place, table.place
     key = of_ids.layout, of_ids.shape, of_table.layout, of_table.shape, of_table.deferred
@@ -134,6 +136,30 @@ def embedding(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     else:
         raw = local_call(F.embedding, mesh, ids.raw, raw_table, padding)
     return ShardedTensor(raw, plan.place)
+
+
+def _by_tiles(ids: Any, table: ShardedTensor, padding: int | None) -> Any:
+    """Look up ids in one tile of rows after another; each id's row is in one of them."""
+    assert table.facts is not None, "it has tiles"
+    count, first = table.shape[0], 0
+    out: Any = None
+    ids = lift(ids, table.mesh, "embedding")
+    in_range(ids.raw, count, "embedding", "id")
+    ways = table.mesh.axis_size(tuple(table.dims[0].axes))
+    rows = count // ways
+    for tile in table.facts.tiles:
+        # a tile has these rows of each block of the table
+        n = tile.shape[0] // ways
+        row = ids % rows - first
+        outside = (row < 0) | (row >= n)
+        at = (ids // rows * n + row).masked_fill(outside, 0)
+        none = None
+        if padding is not None and 0 <= padding % rows - first < n:
+            none = padding // rows * n + padding % rows - first
+        found: Any = F.embedding(at, tile, none).masked_fill(outside.unsqueeze(-1), 0)
+        out = found if out is None else out + found
+        first += n
+    return out
 
 
 def _checked(ids: Tensor, table: Tensor, count: int, given: dict[str, Any]) -> int | None:

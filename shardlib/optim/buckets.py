@@ -41,6 +41,7 @@ from shardlib.dtypes import wider
 from shardlib.errors import ShardError
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh, bind, rank_along
+from shardlib.optim.tiles import joined_block, joined_place, joined_shape
 from shardlib.placing import reshard, shard, whole_of
 from shardlib.tensor import Facts, Place, ShardedTensor
 
@@ -78,7 +79,7 @@ class Item:
     layout and mesh: a bucket's name has a digest of its leaves' places, so that buckets of other
     leaves are not mistaken for it.  ``whole`` is the global shape, ``tiled`` the one that its
     blocks tile, with padding.  Leaves of different groups, each a word or a tuple of groups, share
-    no bucket.
+    no bucket.  ``first`` is the first row of a tile in the block of its parameter, whose path it has.
     """
 
     path: str
@@ -91,6 +92,7 @@ class Item:
     group: Any = ""
     layout: Layout = _SCALAR
     tiled: tuple[int, ...] = ()
+    first: int | None = None
 
     def place_in(self, layout: Layout, mesh: Mesh, deferred: frozenset[str] = frozenset()) -> Place:
         """Return the place of the leaf in a layout, of its true and its tiled sizes."""
@@ -497,7 +499,13 @@ class Buckets(dict[str, Any]):
         """Map the path of each parameter in these buckets to its shape and dtype."""
         items, where, buckets = self.index.items, self.index.where, self.index.buckets
         dtypes = {i: self[buckets[where[i][0]].name].dtype for i in sorted(where)}
-        return {items[i].path: (items[i].whole, dtype) for i, dtype in dtypes.items()}
+        found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        for i, dtype in dtypes.items():
+            path, whole = items[i].path, items[i].whole
+            if items[i].first:
+                whole = joined_shape((found[path][0], whole))
+            found[path] = whole, dtype
+        return found
 
     def by_parameter(self) -> list[tuple[str, ShardedTensor]]:
         """List (path, the parameter's numbers), split over the buckets' axes too if these divide.
@@ -513,15 +521,30 @@ class Buckets(dict[str, Any]):
             for slot in bucket.slots:
                 item = self.index.items[slot.leaves[0]]
                 place = item.place_in(item.layout, self.mesh)
-                read = partial(late.block, slot.leaves[0], place, bucket.over)
-                at = finer(place, bucket.over)
+                at = place if item.first is not None else finer(place, bucket.over)
+                read = partial(late.block, slot.leaves[0], place, at.layout)
                 value = ShardedTensor.when_read(at, x.dtype, x.device, Facts(read))
                 if since is None:
                     value = ShardedTensor(value.raw, at)
                 out.update((i, (self.index.items[i].path, value)) for i in slot.leaves)
             if since is None:
                 held.clear()
-        return [out[i] for i in sorted(out)]
+        return self._joined({i: out[i] for i in sorted(out)})
+
+    def _joined(self, found: Mapping[int, tuple[str, ShardedTensor]]) -> list[tuple[str, Any]]:
+        """Join the tiles of parameters; each is one value again."""
+        out, tiles = dict[str, Any](), dict[str, list[ShardedTensor]]()
+        for i, (path, x) in found.items():
+            out[path] = x
+            if self.index.items[i].first is not None:
+                tiles.setdefault(path, []).append(x)
+        for path, rows in tiles.items():
+            place = joined_place(rows)
+            facts = Facts(partial(joined_block, rows))
+            out[path] = ShardedTensor.when_read(place, rows[0].dtype, rows[0].device, facts)
+            if all(x.is_stored for x in rows):
+                out[path] = ShardedTensor(out[path].raw, place)
+        return list(out.items())
 
     def with_values(self, values: Mapping[str, Tensor]) -> "Buckets":
         """Return a copy with the numbers of each path replaced; what lies in a tier is overwritten."""
@@ -530,7 +553,9 @@ class Buckets(dict[str, Any]):
     def _filled(self, one: "Buckets", values: Mapping[str, Tensor]) -> ShardedTensor:
         """Return the value of one bucket with the numbers of each path replaced."""
         rows = [(i, one.index.items[i]) for i in one.index.where]
-        leaves = {i: placed(values[item.path], item.layout, self.mesh) for i, item in rows}
+        leaves = {
+            i: _tile(placed(values[item.path], item.layout, self.mesh), item) for i, item in rows
+        }
         ((name, x),) = one.items()
         # keep the gaps between slots: in adam8bit a code of 0 is not the number 0
         raw = x.raw.detach().clone()
@@ -574,6 +599,13 @@ class Buckets(dict[str, Any]):
         return type(self), (dict(self), self.index, self.mesh)
 
 
+def _tile(x: ShardedTensor, item: Item) -> ShardedTensor:
+    """Return the rows of a value that an item has: all, or those of its tile."""
+    if item.first is None:
+        return x
+    return x.becomes(x.raw.narrow(-2, item.first, item.shape[0]), shape=item.whole)
+
+
 class _LateBlocks:
     """Blocks of the parameters of one bucket, which is gathered when one of them is read.
 
@@ -586,8 +618,8 @@ class _LateBlocks:
     ) -> None:
         self.one, self.held, self.check = one, held, check
 
-    def block(self, leaf: int, place: Place, axes: tuple[str, ...]) -> Tensor:
-        """Return a copy of a parameter's block, split over these axes too if they divide."""
+    def block(self, leaf: int, place: Place, layout: Layout) -> Tensor:
+        """Return a copy of a parameter's block in a layout that may be finer."""
         if self.check is not None:
             self.check()
         (name,) = self.one
@@ -598,7 +630,7 @@ class _LateBlocks:
                 self.held[name] = self.one.whole()
         value = ShardedTensor(self.held[name][leaf], place)
         # a copy, which does not keep the bucket alive
-        return reshard(value, finer(place, axes).layout).raw.clone()  # type: ignore[attr-defined]
+        return reshard(value, layout).raw.clone()  # type: ignore[attr-defined]
 
 
 def finer(place: Place, axes: tuple[str, ...]) -> Place:

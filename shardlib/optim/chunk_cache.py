@@ -110,6 +110,8 @@ class ChunkCache:
         self.pools = [Buffers(ledger, "device", kind, device, self.shares) for kind in kinds]
         self.parts, self.states_here, self.gradients_here = self.pools
         self.state_bytes: dict[str, int] = {}
+        # the least budget without tiles of rows
+        self.whole = 0
         self.due: dict[str, DueUpdate] = {}
         self.brought: dict[str, _Brought] = {}
         # chunks that backward has read and not updated, and how many of them stay there
@@ -147,16 +149,13 @@ class ChunkCache:
     def _stale(self) -> frozenset[str]:
         return frozenset() if self.here else self.trained
 
-    def divide(self, states: Mapping[str, int], more: Mapping[str, int]) -> None:
-        """Divide the device's budget: find the bytes that chunks may take, and whether to work ahead.
+    def needs(self, states: Mapping[str, int], more: Mapping[str, int]) -> list[list[int]]:
+        """List the bytes of blocks, largest first: parts, gathered, gradients, and updates there.
 
         ``states``  bucket -> bytes of its state that an update takes to the device; ``more``  bytes of
                     other memory that it takes there, beside the parameters' and a gradient's.
-        Raises: ShardError for a budget below what one block needs.
+        The least budget of the device is the sum of the first of each.
         """
-        for chunk, some in self.chunks.items():
-            self.state_bytes[chunk] = sum(states.get(b.name, 0) for b in some)
-        budget = self.ledger.budget["device"]
         by_block: dict[str, list[Bucket]] = {}
         for chunk, some in self.chunks.items():
             by_block.setdefault(self.block_of[chunk], []).extend(some)
@@ -164,10 +163,20 @@ class ChunkCache:
         def beside_of(b: Bucket) -> int:
             return states.get(b.name, 0) + more.get(b.name, 0)
 
-        parts, gathered, gradients, updates = (
+        return [
             sorted((sum(map(f, some)) for some in by_block.values()), reverse=True)
             for f in (part_bytes, _gathered_bytes, _gradient_bytes, beside_of)
-        )
+        ]
+
+    def divide(self, states: Mapping[str, int], more: Mapping[str, int]) -> None:
+        """Divide the device's budget: find the bytes that chunks may take, and whether to work ahead.
+
+        Arguments as of ``needs``.  Raises: ShardError for a budget below what one block needs.
+        """
+        for chunk, some in self.chunks.items():
+            self.state_bytes[chunk] = sum(states.get(b.name, 0) for b in some)
+        budget = self.ledger.budget["device"]
+        parts, gathered, gradients, updates = self.needs(states, more)
         self.largest = parts[0]
         # used, the next one, and what is not summed yet when the next is gathered already
         self.waits = 2 + (self.here and gathered[0] > 0)

@@ -20,6 +20,7 @@ from shardlib.grad import frozen, stage_mesh
 from shardlib.mesh import Mesh
 from shardlib.optim.buckets import Buckets, Hops, Index, Item, State, Tree, index, overlap
 from shardlib.optim.precision import Master, ZeroState
+from shardlib.optim.tiles import BETWEEN, TableTile, cut
 from shardlib.optim.transform import Transform
 from shardlib.optim.trees import (
     bucketed_in,
@@ -117,6 +118,8 @@ class IndexCache:
     """zero's cache: for each tree structure, its bucket index and lists of views.
 
     ``apart``     whether each group of a module block has a bucket of its own, of any size: stage 3.
+    ``most_tile`` bytes of a block's tile of rows, to which tables between the module's blocks are
+                  cut; None: they are whole.
     ``found``     items -> their index.
     ``last``      name -> a key, and the value made for it.
     """
@@ -129,6 +132,7 @@ class IndexCache:
         self.most_bytes = MOST if how.bucket_mb is None else int(how.bucket_mb * 2**20)
         if self.apart:
             self.most_bytes = 1 << 62
+        self.most_tile: int | None = None
         self.found: dict[tuple[Item, ...], Index] = {}
         self.last: dict[str, tuple[Any, Any]] = {}
 
@@ -200,7 +204,15 @@ class IndexCache:
             words = [(w, "tied", n) if n in outer.tied else w for w, n in rows]
         if any(held) and len(held) == len(leaves):
             words = [(w, "frozen") if f else w for w, f in zip(words, held, strict=True)]
-        items = _items(leaves, paths, words, self.how.hops)
+        made: dict[int, list[ShardedTensor]] = {}
+        rows = map(TableTile, leaves, paths, words)
+        parts = [cut(leaf, self.most_tile, made) for leaf in rows]
+        numbers = itertools.count()
+        # leaf number -> those of its tiles
+        tiles = [[next(numbers) for _ in some] for some in parts]
+        order = tuple(n for i in order for n in tiles[i])
+        found = list(itertools.chain(*parts))
+        leaves, items = [leaf.value for leaf in found], _items(found, self.how.hops)
         # a stage may have no parameters, or train none
         mesh = leaves[0].mesh if leaves else stage_mesh(params)
         if mesh is None:
@@ -316,14 +328,14 @@ def _groups(paths: Sequence[str], order: Sequence[int]) -> list[str]:
         if found:
             out[i], between = found.group(1), place
         else:
-            out[i] = f"at {between}"
+            out[i] = f"{BETWEEN}{between}"
     return out
 
 
-def _items(leaves: list[Any], paths: list[str], words: list[Any], hops: Hops) -> tuple[Item, ...]:
+def _items(leaves: list[TableTile], hops: Hops) -> tuple[Item, ...]:
     items: list[Item] = []
     values: dict[int, int] = {}
-    for i, (p, path, word) in enumerate(zip(leaves, paths, words, strict=True)):
+    for i, (p, path, word, first) in enumerate(leaves):
         if not isinstance(p, ShardedTensor):
             raise PlainTensor(
                 "zero splits sharded parameters; this one is plain",
@@ -340,7 +352,8 @@ def _items(leaves: list[Any], paths: list[str], words: list[Any], hops: Hops) ->
         place = f"{p.sharding} of {list(tiled)} on {p.mesh.axes}"
         value = values.setdefault(id(p.raw), i)
         layout = p.sharding.bare
-        items.append(Item(path, shape, p.raw.dtype, axes, value, place, whole, word, layout, tiled))
+        kind = p.raw.dtype, axes, value, place
+        items.append(Item(path, shape, *kind, whole, word, layout, tiled, first))
     return tuple(items)
 
 

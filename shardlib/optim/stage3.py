@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial
+from itertools import islice
 from threading import get_ident
 from typing import Any, NamedTuple
 
@@ -33,6 +34,7 @@ from shardlib.optim.buckets import (
     Bucket,
     Buckets,
     Index,
+    Item,
     Memory,
     State,
     Tree,
@@ -40,9 +42,17 @@ from shardlib.optim.buckets import (
     parts_of,
     pytree_node,
 )
-from shardlib.optim.index import IndexCache, Indexed, ZeroSettings, changed, index_of, same_index
+from shardlib.optim.index import (
+    IndexCache,
+    Indexed,
+    ZeroSettings,
+    changed,
+    index_of,
+    same_index,
+)
 from shardlib.optim.norms import run_measured
 from shardlib.optim.precision import with_master
+from shardlib.optim.tiles import first_word
 from shardlib.optim.transform import Step
 from shardlib.optim.trees import other_tree
 from shardlib.tensor import Facts, ShardedTensor, leaf_of, together_of, typeof
@@ -109,7 +119,7 @@ class BucketReading:
         self.version = self.part._version
         self.block: object = None
         if bucket.hops:
-            self.block = _first(params.index.items[bucket.slots[0].leaves[0]].group)
+            self.block = first_word(params.index.items[bucket.slots[0].leaves[0]].group)
         self.index, self.mesh = params.index, params.mesh
         self.gradient: Gradient
         self.node: Tensor | None = None
@@ -150,7 +160,8 @@ class Reading:
     ``flat``    gathered buckets.
     ``coming``  buckets whose gather is posted.
     ``at``      number of a storage -> the bucket gathered there.
-    ``seen``    the buckets in the order in which forward read them; ``saved``  those of saved weights.
+    ``seen``    the buckets in the order in which forward read them.
+    ``saved``   the numbers of the readings there of which weights were saved.
     ``back``    the names of those that this backward has gathered, in order.
     """
 
@@ -163,7 +174,7 @@ class Reading:
         self.coming: dict[BucketReading, tuple[Tensor, Callable[[], object]]] = {}
         self.at: dict[int, BucketReading] = {}
         self.seen: list[BucketReading] = []
-        self.saved: set[BucketReading] = set()
+        self.saved: set[int] = set()
         self.back: list[str] = []
         self.thread = get_ident()
         self.asked = -1
@@ -180,8 +191,10 @@ class Reading:
 
     def values(self) -> dict[str, ShardedTensor]:
         """Map each path to a value without a block; reading it gathers."""
-        self.seen = []
-        out = {}
+        return {item.path: x for item, x in self._values()}
+
+    def _values(self) -> Iterator[tuple[Item, ShardedTensor]]:
+        self.seen, self.saved = [], set()
         for i, (b, n) in self.index.where.items():
             item, bucket = self.index.items[i], self.index.buckets[b]
             deferred = frozenset(a for a in bucket.over if self.mesh.axes[a] > 1)
@@ -191,8 +204,7 @@ class Reading:
             if facts is None:
                 read, grad = partial(self.read, one, leaf), one.part.requires_grad
                 facts = one.facts[leaf] = Facts(read, grad=grad)
-            out[item.path] = ShardedTensor.when_read(place, item.dtype, one.part.device, facts)
-        return out
+            yield item, ShardedTensor.when_read(place, item.dtype, one.part.device, facts)
 
     # ------------------------------------------------------------ gathering
 
@@ -225,8 +237,8 @@ class Reading:
         order = self.room.back
         if not order:
             # a first backward reads the weights that were saved
-            coming = (x for x in reversed(self.seen) if x in self.saved and x not in self.flat)
-            order[:] = [x.bucket.name for x in coming]
+            saved = [self.seen[i] for i in sorted(self.saved, reverse=True)]
+            order[:] = [x.bucket.name for x in saved if x not in self.flat]
         if one not in self.flat:
             self.back.append(one.bucket.name)
         flat = self._whole(one)
@@ -323,7 +335,8 @@ class Reading:
         one = self.at.get(x.untyped_storage()._cdata)
         if one is None:
             return None
-        self.saved.add(one)
+        last = (i for i in reversed(range(len(self.seen))) if self.seen[i] is one)
+        self.saved.update(islice(last, 1))
         return SavedWeight(self, one, (x.shape, x.stride(), x.storage_offset()))
 
     # ------------------------------------------------------------ gradients
@@ -362,11 +375,6 @@ class Reading:
         self.room.back[:], self.back = self.back, []
         for one in list(self.flat):
             self._drop(one)
-
-
-def _first(group: object) -> object:
-    """Return the first word of a group, the name of its module block."""
-    return _first(group[0]) if isinstance(group, tuple) else group
 
 
 class SavedWeight(NamedTuple):
@@ -524,8 +532,8 @@ class SplitParameters:
         """Return the parameters with their index, and whether each bucket requires grad."""
         leaves, tree = optree.tree_flatten(params)
         held = frozen(leaves)
-        asked = [isinstance(x, ShardedTensor) and x.raw.requires_grad for x in leaves]
         at = self.cache.index(params, leaves, held, tree)
+        asked = [x.requires_grad for x in at.raws]
         rows = ((b.name, {asked[i] for s in b.slots for i in s.leaves}) for b in at.where)
         return at, {name: flags == {True} for name, flags in rows}
 

@@ -31,6 +31,7 @@ from shardlib.optim.stage3 import (
     Reading,
 )
 from shardlib.optim.tiered_room import TieredRoom
+from shardlib.optim.tiles import joined_place
 from shardlib.tensor import Facts, ShardedTensor
 from shardlib.tensor.place import Place
 from shardlib.tiers.ledger import Ledger, tier_bytes
@@ -326,6 +327,30 @@ class ChunkReading(Reading):
     def __init__(self, params: Parts, cache: ChunkCache) -> None:
         self.cache = cache
         super().__init__(params)
+
+    def values(self) -> dict[str, ShardedTensor]:
+        """Map each path to a value without a block; one that is cut has the values of its tiles."""
+        out, tiles = dict[str, ShardedTensor](), dict[str, dict[int, ShardedTensor]]()
+        for item, x in self._values():
+            out[item.path] = x
+            if item.first is not None:
+                tiles.setdefault(item.path, {})[item.first] = x
+        for path, found in tiles.items():
+            rows = tuple(found[at] for at in sorted(found))
+            facts = Facts(partial(self._refuse_whole, path), grad=rows[0].requires_grad)
+            facts.tiles = rows
+            how = rows[0].dtype, rows[0].device, facts
+            out[path] = ShardedTensor.when_read(joined_place(rows), *how)
+        return out
+
+    def _refuse_whole(self, path: str) -> Tensor:
+        raise Unsupported(
+            f"the device does not hold parameter {path!r} whole: it is read in tiles of rows, which "
+            "F.embedding and F.linear take",
+            op="tiers",
+            mesh=self.mesh,
+            fix=f"sl.optim.Tiers(device={self.cache.whole})",
+        )
 
     def _start_ahead(self, one: BucketReading) -> None:
         # a part that is not gathered is loaded ahead by the cache

@@ -24,7 +24,7 @@ from shardlib.dtypes import wider
 from shardlib.errors import ShardError, Unsupported
 from shardlib.mesh import Mesh, rank_along, within
 from shardlib.optim.buckets import Bucket, Buckets, Index, Memory, State, Tree, fill_slots
-from shardlib.optim.chunk_cache import ChunkCache, DueUpdate, part_bytes
+from shardlib.optim.chunk_cache import ChunkCache, DueUpdate, block_of, part_bytes
 from shardlib.optim.chunk_trees import (
     by_chunk,
     copied_to,
@@ -50,6 +50,7 @@ from shardlib.optim.precision import with_master
 from shardlib.optim.stage3 import Parts, SplitParameters, matched, trained
 from shardlib.optim.tiered import TieredParts, Tiers, parts_in, valued
 from shardlib.optim.tiered_room import ExactMemory
+from shardlib.optim.tiles import BETWEEN
 from shardlib.optim.transform import Step, Transform
 from shardlib.tensor import ShardedTensor
 from shardlib.tiers.mover import Ticket
@@ -120,13 +121,14 @@ class TieredParameters(SplitParameters):
         """Keep only this rank's parts of the parameters, in host memory and on the disk."""
         if isinstance(params, Parts):
             return params
-        found, asks = self.placed(params)
-        index = replace(found.where, buckets=_cut(found.where, found.mesh))
-        device = found.mesh.device
-        movers = self.tiers.movers(device)
-        how = movers, self.tiers.depth, device, self.tiers.update == "device"
-        cache = ChunkCache(index, found.mesh, self.tiers.ledger, *how)
-        cache.divide(*self._update_bytes(cache, index, asks))
+        found, asks, index, cache = self._cut_for(params, None)
+        updates = self._update_bytes(cache, index, asks)
+        if (budget := self.tiers.ledger.budget["device"]) is not None:
+            whole, most = sum(rows[0] for rows in cache.needs(*updates)), _block_bytes(index)
+            if whole > budget and most and self.how.tx.trait in ("elementwise", "norm"):
+                found, asks, index, cache = self._cut_for(params, most)
+                updates, cache.whole = self._update_bytes(cache, index, asks), whole
+        cache.divide(*updates)
         if self.tiers.disk is not None and holds_values(found.mesh):
             self._open_disk(cache, index, asks)
         for b in index:
@@ -136,6 +138,18 @@ class TieredParameters(SplitParameters):
             write = partial(_write_part, index.subset((b.name,)), found)
             cache.rows[b.name] = cache.store.make(b.name, like, "parameters", write)
         return parts_in(cache, index, asks)
+
+    def _cut_for(
+        self, params: Tree, most: int | None
+    ) -> tuple[Indexed, dict[str, bool], Index, ChunkCache]:
+        """Return parameters with their index and cache; ``most``  bytes of a tile of rows."""
+        self.cache.most_tile = most
+        found, asks = self.placed(params)
+        index = replace(found.where, buckets=_cut(found.where, found.mesh))
+        device = found.mesh.device
+        movers = self.tiers.movers(device)
+        how = movers, self.tiers.depth, device, self.tiers.update == "device"
+        return found, asks, index, ChunkCache(index, found.mesh, self.tiers.ledger, *how)
 
     def _open_disk(self, cache: ChunkCache, index: Index, asks: Mapping[str, bool]) -> None:
         """Find the rows of parameters and state on paper, and open the disk for them."""
@@ -522,6 +536,14 @@ def _cut(index: Index, mesh: Mesh) -> tuple[Bucket, ...]:
     return tuple(
         replace(b, hops=tuple(filter(None, some))) for b, some in zip(index, hops, strict=True)
     )
+
+
+def _block_bytes(index: Index) -> int:
+    """Return the bytes of the largest block of the module, 0 where none is numbered."""
+    found = Counter[str]()
+    for b in index:
+        found[block_of(index, b)[0]] += b.length * b.dtype.itemsize
+    return max((n for block, n in found.items() if not block.startswith(BETWEEN)), default=0)
 
 
 def _cache_of(params: Tree) -> ChunkCache:

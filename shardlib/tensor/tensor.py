@@ -165,14 +165,16 @@ class Facts:
     ``derived``  cache of values derived once for all readers, see ``made_of`` in gradients.py.
     ``of``       what the cache was derived from: block, its version, whether autograd recorded it.
     ``serial``   number of the cache.
+    ``tiles``    values of the rows of a table that is read one tile after another; else none.
     """
 
-    __slots__ = ("__weakref__", "derived", "grad", "node", "of", "read", "serial")
+    __slots__ = ("__weakref__", "derived", "grad", "node", "of", "read", "serial", "tiles")
 
     def __init__(
         self, read: Callable[[], Tensor] | None = None, node: object = None, grad: bool = False
     ) -> None:
         self.read, self.node, self.grad = read, node, grad
+        self.tiles: tuple[ShardedTensor, ...] = ()
         self.forget()
 
     def forget(self) -> None:
@@ -602,6 +604,9 @@ def _call_key(now: Scope, func: Func, args: Args, kwargs: Kwargs) -> tuple[Any, 
             facts = a.facts
             if facts is None or facts.read is None:
                 key += (a.place, a.raw.dtype, a.raw.requires_grad)
+            elif facts.tiles:
+                # its place does not say so
+                return None
             else:
                 key += (a.place, a.dtype, facts.grad and torch.is_grad_enabled())
         elif kind in _NUMBERS:
@@ -947,7 +952,7 @@ def typeof(x: object) -> object:
     tail = optional_text("{{sum:{}}}", " ".join(x.sharding.partial))
     skew = optional_text("{{skew:{}}}", x.sharding.skew)
     padded = f"{{padded:{list(x.padded_shape)}}}" if x.is_padded else ""
-    return f"{_SHORT.get(x.raw.dtype, str(x.raw.dtype))}[{body}]{tail}{skew}{padded}"
+    return f"{_SHORT.get(x.dtype, str(x.dtype))}[{body}]{tail}{skew}{padded}"
 
 
 @overload

@@ -4,6 +4,7 @@
 on their blocks (function.py), and records the result's layout.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -151,7 +152,9 @@ def linear(func: Func, args: Args, kwargs: Kwargs) -> Any:
         raise BadArgument("the bias has another dtype than the tensor", op="linear",
                           operands={"x": typeof(x), "bias": typeof(bias)})  # fmt: skip
     _check_bias(x, w, bias)
-    if x.ndim < 2:
+    if type(w) is ShardedTensor and w.facts is not None and w.facts.tiles:
+        out = _by_tiles(x, w.facts.tiles)
+    elif x.ndim < 2:
         out = contract(product_of, "...k,ok->...o", x, w)
     else:
         turned = _transposed(w) if type(w) is ShardedTensor else w.mT
@@ -161,6 +164,13 @@ def linear(func: Func, args: Args, kwargs: Kwargs) -> Any:
             return product_of(x, turned, bias=bias, call=(func, args, kwargs))
         out = product_of(x, turned)
     return out if bias is None else out + bias
+
+
+def _by_tiles(x: Tensor, tiles: Sequence[ShardedTensor]) -> ShardedTensor:
+    """Multiply by one tile of a weight's rows after another; each gives columns of the result."""
+    found: list[Any] = [F.linear(x, tile) for tile in tiles]
+    columns = sum(y.shape[-1] for y in found)
+    return found[0].becomes(torch.cat([y.raw for y in found], -1), shape=(*x.shape[:-1], columns))
 
 
 def product(x: Tensor, w: Tensor, out: LayoutLike | None = None) -> ShardedTensor:
