@@ -166,11 +166,13 @@ def linear(func: Func, args: Args, kwargs: Kwargs) -> Any:
     return out if bias is None else out + bias
 
 
-def _by_tiles(x: Tensor, tiles: Sequence[ShardedTensor]) -> ShardedTensor:
-    """Multiply by one tile of a weight's rows after another; each gives columns of the result."""
-    found: list[Any] = [F.linear(x, tile) for tile in tiles]
-    columns = sum(y.shape[-1] for y in found)
-    return found[0].becomes(torch.cat([y.raw for y in found], -1), shape=(*x.shape[:-1], columns))
+def _by_tiles(x: Tensor, tiles: Sequence[ShardedTensor]) -> Any:
+    """Multiply by one tile of a weight's rows after another; each gives columns of the result.
+
+    A tile has the same rows of each block of the weight, so its columns are parts of as many runs.
+    """
+    ways = tiles[0].mesh.axis_size(tuple(tiles[0].dims[0].axes))
+    return torch.cat([F.linear(x, t).unflatten(-1, (ways, -1)) for t in tiles], -1).flatten(-2)
 
 
 def product(x: Tensor, w: Tensor, out: LayoutLike | None = None) -> ShardedTensor:
