@@ -292,15 +292,20 @@ def compute_apart(call: FallbackCall) -> object:
 
 def refuse_moves(call: FallbackCall) -> object:
     """Refuse to gather operands outside ``sl.implicit``, or more bytes than it allows."""
-    moved = call.moved
     told = call.refusal
+    final = None
+    if isinstance(told, ShardError):
+        fixed = told.fix not in ("", "sl.unshard(x)")
+        final = told if fixed or not isinstance(told, NoImplementation) else None
+    if final is not None and not may_move(1) and any(map(_has_rest, call.values)):
+        # how many bytes takes long to find, and no number of them may move
+        raise final
+    moved = call.moved
     most = max(moved.values(), default=0)
     if may_move(most):
         return NEXT
-    if isinstance(told, ShardError):
-        fixed = told.fix not in ("", "sl.unshard(x)")
-        if fixed or not isinstance(told, NoImplementation):
-            raise told
+    if final is not None:
+        raise final
     call.check()
     fix = fix_line(call.flat, dict.fromkeys(moved, "..."), most)
     why = f"{call.name} needs whole operands"
@@ -508,6 +513,11 @@ _VALUES = frozenset("real imag H mH".split())
 def _whole(shape: torch.Size) -> Layout:
     """Return the layout of a tensor of these sizes that every rank holds whole."""
     return Layout.parse("...").resolve(len(shape))
+
+
+def _has_rest(x: ShardedTensor) -> bool:
+    """Return whether other ranks have elements of a value that a block has not."""
+    return x.raw.numel() > 0 and any(x.mesh.axes[a] > 1 for a in x.sharding.axes)
 
 
 def _bytes(x: ShardedTensor, to: Layout | None = None) -> float:

@@ -4,6 +4,8 @@ A module's forward and its loss run once on shapes, on a mesh of one rank.  Ever
 its arguments of global sizes, so that it can run again under any layouts of what it reads.
 """
 
+import itertools
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
@@ -88,6 +90,8 @@ class StepCalls:
     ``parameters``, ``inputs``  number -> name, of values that no call gives.
     ``constants``  number -> value, of those that the module makes itself.
     ``shapes``     number -> global sizes.
+    ``ends``       number -> the place of the last call during which a call's result is held: that
+                   of the last one that reads it, or a later one where Python holds it longer.
     ``loss``       the number of the loss.
     ``apply``      what was called: some calls read its modules.
 
@@ -105,6 +109,7 @@ class StepCalls:
     inputs: dict[int, int] = field(default_factory=dict)
     constants: dict[int, ShardedTensor] = field(default_factory=dict)
     shapes: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    ends: dict[int, int] = field(default_factory=dict)
     loss: int = 0
     apply: object = None
 
@@ -131,7 +136,17 @@ def calls_of(
         with within(watcher=recorder):
             out = loss(apply, params, *given)
         found.loss, found.apply = recorder.numbers[id(out)], apply
-    return replace(found, calls=_joined(found, layer))
+        del out
+    calls, places = _joined(found, layer)
+    held = {n: places[at] for n, at in found.ends.items()}
+    ends = {n: at for at, call in enumerate(calls) for n in call.reads} | {found.loss: len(calls)}
+    for _, some in itertools.groupby(enumerate(calls), lambda item: layer(item[1].module)):
+        of_layer = [*some]
+        last, _ = of_layer[-1]
+        for at, call in of_layer:
+            # what is held behind its layer would be held for each of the layers like it
+            ends |= {n: max(ends.get(n, at), min(held.get(n, at), last)) for n in call.gives}
+    return replace(found, calls=calls, ends=ends)
 
 
 class _Recorder:
@@ -142,15 +157,21 @@ class _Recorder:
         self.found = StepCalls()
         self.numbers: dict[int, int] = {}
         # an id is used again once its tensor is gone
-        self.alive: list[ShardedTensor] = []
+        self.alive: dict[int, weakref.ref[ShardedTensor]] = {}
+        self.count = 0
         self.inside = False
 
     def give(self, x: ShardedTensor) -> int:
         """Number a new value."""
-        self.alive.append(x)
-        number = self.numbers[id(x)] = len(self.alive)
+        self.count += 1
+        number, key = self.count, id(x)
+        self.numbers[key] = number
+        self.alive[key] = weakref.ref(x, lambda _: self._gone(key))
         self.found.shapes[number] = tuple(x.shape)
         return number
+
+    def _gone(self, key: int) -> None:
+        self.found.ends[self.numbers.pop(key)] = len(self.found.calls) - 1
 
     def _read(self, x: object) -> object:
         if not isinstance(x, ShardedTensor):
@@ -221,8 +242,11 @@ def _text(x: object) -> object:
     return ("tensor", id(x)) if isinstance(x, Tensor) else x
 
 
-def _joined(step: StepCalls, layer: Callable[[str], str]) -> list[Call]:
-    """Make one call of a layer's products with weights that read the same value."""
+def _joined(step: StepCalls, layer: Callable[[str], str]) -> tuple[list[Call], list[int]]:
+    """Make one call of a layer's products with weights that read the same value.
+
+    Returns the calls, and for each call of the step the place of the last of them until then.
+    """
     readers: dict[tuple[int, str], list[int]] = defaultdict(list)
     for at, call in enumerate(step.calls):
         data = [r for r in call.reads if r not in step.parameters]
@@ -242,5 +266,10 @@ def _joined(step: StepCalls, layer: Callable[[str], str]) -> list[Call]:
                 several[0].module,
                 ("several", *(c.key for c in several)),
             )
-    calls = [made.get(at, call) for at, call in enumerate(step.calls)]
-    return [call for call in calls if call is not None]
+    calls: list[Call] = []
+    places: list[int] = []
+    for at, call in enumerate(step.calls):
+        one = made.get(at, call)
+        calls += [] if one is None else [one]
+        places.append(len(calls) - 1)
+    return calls, places

@@ -16,6 +16,7 @@ from shardlib.modules import recipes
 from shardlib.modules.rules import match_rules
 from shardlib.placing import shard
 from shardlib.planning.calls import Call, StepCalls
+from shardlib.planning.cluster import Cluster
 from shardlib.planning.strategies import Operand, operand_of
 
 WIDE = 8192
@@ -295,6 +296,28 @@ def recipe_meshes(recipe: str, ranks: int) -> Iterator[dict[str, int]]:
         least = min((n for a, n in mesh.items() if a != "data"), default=ranks)
         if math.prod(sizes) == ranks and (least > 1 or recipe == "cube3d" or ranks == 1):
             yield {a: n for a, n in mesh.items() if a != "data" or n > 1 or axes == ("data",)}
+
+
+def meshes_of(ranks: int, cluster: Cluster) -> list[dict[str, int]]:
+    """List the meshes of so many ranks with at most two axes, the larger named "a".
+
+    The last axis joins ranks that are near; where both axes have the same links, their order is one.
+
+    >>> from shardlib.planning.cluster import cluster_of
+    >>> meshes_of(16, cluster_of("h100"))
+    [{'a': 4, 'b': 4}, {'a': 8, 'b': 2}, {'b': 2, 'a': 8}, {'a': 16}]
+    >>> meshes_of(8, cluster_of("h100"))
+    [{'a': 4, 'b': 2}, {'a': 8}]
+    """
+    found = [{"a": ranks}]
+    for n in range(2, math.isqrt(ranks) + 1):
+        if ranks % n == 0:
+            near, far = {"a": ranks // n, "b": n}, {"b": n, "a": ranks // n}
+            found.append(near)
+            if n * n < ranks and cluster.links(near) != cluster.links(far):
+                found.append(far)
+    # bounds are found early where axes are alike, and loops over one long axis are priced last
+    return sorted(found, key=lambda m: max(m.values()))
 
 
 def rules_of(recipe: str, module: nn.Module, mesh: Mesh, dims: object) -> recipes.Recipe:

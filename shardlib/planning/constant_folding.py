@@ -10,7 +10,7 @@ the same shapes.
 """
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -20,12 +20,13 @@ from torch import Tensor
 
 from shardlib._compat import DispatchMode, watched
 from shardlib.memory_tracker import tensors_in
-from shardlib.mesh import Memo
 from shardlib.opspec import Args, Func, Kwargs
 
 # the most elements that are computed on the host
 MOST = 1 << 22
 _MOST_FLOATS = 1 << 16
+# results of one operation that are kept
+_MOST_RESULTS = 1 << 13
 
 
 def _limit(dtype: torch.dtype) -> int:
@@ -195,11 +196,6 @@ def _by_row(func: object, args: Args, ndim: int) -> bool:
 # ---------------------------------------------------------------- cache of shapes
 
 
-# operation and operands -> its result, or None for a view, or no simple tensor: those run each time
-_MADE = Memo()
-_UNSEEN: Any = object()
-
-
 @dataclass
 class Result:
     """The one tensor that an operation on the meta device returns: how to make an equal one.
@@ -220,6 +216,31 @@ class Result:
         return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device="meta")
 
 
+@dataclass
+class Operator:
+    """Facts of an operation of torch, and its results from the cache.
+
+    ``views``  whether its results are views of its first operand.
+    ``alone``  whether it returns one tensor: a new one, or its first operand.
+    ``made``   operands -> its result; None where that is no simple tensor, and is made each time.
+    """
+
+    views: bool
+    alone: bool
+    made: dict[Hashable, Result | None] = field(default_factory=dict)
+
+
+@lru_cache(maxsize=1024)
+def operator_of(func: Func) -> Operator:
+    """Return the facts of an operation, from its schema."""
+    schema = func._schema
+    aliases = [r.alias_info for r in schema.returns]
+    views = any(a is not None and not a.is_write for a in aliases)
+    written = [a.alias_info is not None for a in schema.arguments]
+    alone = written[0] and not any(written[1:]) if schema.is_mutable else aliases == [None]
+    return Operator(views, alone and [str(r.type) for r in schema.returns] == ["Tensor"])
+
+
 def on_shapes(func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Run an operation of torch, from the cache if its operands are on the meta device.
 
@@ -227,50 +248,44 @@ def on_shapes(func: Func, args: Args, kwargs: Kwargs) -> Any:
     >>> on_shapes(torch.ops.aten.mul.Tensor, (x, x), {}).shape
     torch.Size([2, 3])
     """
-    known = result_of(func, args, kwargs)
+    known = result_of(operator_of(func), func, args, kwargs)
     return func(*args, **kwargs) if known is None else known.of(args)
 
 
-def result_of(func: Func, args: Args, kwargs: Kwargs) -> Result | None:
+def result_of(operator: Operator, func: Func, args: Args, kwargs: Kwargs) -> Result | None:
     """Return what an operation gives, from the cache; None if it is to run each time."""
-    if not _apart(func) or watched():
+    if not operator.alone or watched():
         return None
     try:
-        key = func, *map(_key, args), *((k, _key(x)) for k, x in kwargs.items())
+        key = *map(_key, args), *((k, _key(x)) for k, x in kwargs.items())
     except _Values:
         return None
-    found = _MADE["meta"].get(key, _UNSEEN)
-    if found is _UNSEEN:
-        found = _MADE.keep("meta", key, _made(func(*args, **kwargs), args))
-    return found
-
-
-@lru_cache(maxsize=1024)
-def _apart(func: object) -> bool:
-    """Return whether an operation returns one tensor: a new one, or its first operand."""
-    schema = func._schema
-    if len(schema.returns) != 1 or str(schema.returns[0].type) != "Tensor":
-        return False
-    if not schema.is_mutable:
-        return schema.returns[0].alias_info is None
-    written = [a.alias_info is not None for a in schema.arguments]
-    return written[0] and not any(written[1:])
+    made = operator.made
+    if key not in made:
+        if len(made) >= _MOST_RESULTS:
+            made.clear()
+        made[key] = _made(func(*args, **kwargs), args)
+    return made[key]
 
 
 class _Values(Exception):
     """Raised for an operand that cannot be a cache key: a tensor with values, or another object."""
 
 
+_PLAIN = {
+    type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format,
+}  # fmt: skip
+
+
 def _key(x: object) -> Hashable:
-    if type(x) is Tensor and x.is_meta:
+    kind = type(x)
+    if kind is Tensor and x.is_meta:
         return x.shape, x.stride(), x.dtype, x.storage_offset()
+    if kind in _PLAIN:
+        # 1 and 1.0 give different dtypes
+        return kind, x
     if isinstance(x, list | tuple):
         return tuple(map(_key, x))
-    if x is None or isinstance(x, bool | int | float | str | torch.dtype | torch.device):
-        # 1 and 1.0 give different dtypes
-        return type(x), x
-    if isinstance(x, torch.layout | torch.memory_format):
-        return x
     raise _Values
 
 

@@ -8,8 +8,8 @@ Results' layouts depend on the operands' layouts alone (decision 0003), so a sta
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from shardlib.dtypes import wider
@@ -42,11 +42,20 @@ class Alive(NamedTuple):
         return self.operand.dtype.is_floating_point or self.operand.dtype.is_complex
 
 
-class State(NamedTuple):
+@dataclass(frozen=True)
+class State:
     """State behind some calls: the values alive, and the roots among them saved for backward."""
 
     alive: tuple[Alive, ...] = ()
     saved: frozenset[int] = frozenset()
+    # a key of many tables
+    _hash: int = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((self.alive, self.saved)))
+
+    def __hash__(self) -> int:
+        return self._hash
 
 
 class WayStep(NamedTuple):
@@ -55,6 +64,30 @@ class WayStep(NamedTuple):
     call: Call
     strategy: CallStrategy
     choice: Choice
+
+
+class Transition(NamedTuple):
+    """A step from a state to the one behind its call, which is the same under every stage of ZeRO.
+
+    ``given``  the operands of the call that were there before, by number.
+    ``saved``  bytes that it saves in addition; ``meanwhile`` the most that either pass holds there
+               beside all that is saved until then.
+    """
+
+    step: WayStep
+    given: Mapping[int, Alive]
+    after: State
+    saved: float
+    meanwhile: float
+
+
+class Price(NamedTuple):
+    """Cost that a step adds to a way: seconds of both passes, and bytes as ``Way`` has them."""
+
+    forward: float
+    back: float
+    kept: float
+    gradients: float
 
 
 class Way:
@@ -76,11 +109,12 @@ class Way:
 
     def costs(self, remat: bool) -> tuple[float, ...]:
         """Return what a program adds up, or takes the most of: less of all is never worse."""
-        end, held, most = (self.kept + n for n in (self.gradients, self.saved, self.most))
+        kept = self.kept
+        end, held, most = kept + self.gradients, kept + self.saved, kept + self.most
         if remat:
             # nothing stays saved, but the calls to come hold it beside theirs
-            return 2 * self.forward + self.back, end, held, most, self.kept
-        return self.forward + self.back, end, held, most
+            return 2 * self.forward + self.back, end, held, most, kept
+        return self.forward + self.back, end, held, most, 0.0
 
     def steps(self) -> list[WayStep]:
         """List the steps, the first first."""
@@ -134,6 +168,11 @@ class Holding:
     def passes(self) -> float:
         """Seconds of a step over those of a micro-batch, with the idle time of stages."""
         return (self.micros + self.pipe - 1) / self.pipe
+
+    @property
+    def share(self) -> float:
+        """The least seconds of a step over those of a micro-batch on one rank."""
+        return self.passes / math.prod(self.sizes.values())
 
     @property
     def flying(self) -> float:
@@ -227,78 +266,103 @@ class Search:
     ) -> None:  # fmt: skip
         self.step, self.table, self.candidates = step, table, candidates
         self.rates, self.holding, self.inputs = rates, holding, inputs
-        self.last = {n: at for at, call in enumerate(step.calls) for n in call.reads}
         self.first = {n: call for call in reversed(step.calls) for n in call.reads}
         self.at = {id(c): i for i, c in enumerate(step.calls)}
-        self.priced: dict[int, tuple[float, float]] = {}
+        self.priced: dict[Hashable, Price] = {}
         self.constants = candidates.constants()
-        self.offers = table.offers
 
     def run(
-        self, calls: Sequence[Call], begin: State, remat: str = "", limit: float = math.inf
-    ) -> dict[State, list[Way]]:
+        self, calls: Sequence[Call], begin: State, remat: str = "", limit: float = math.inf,
+        ideal: Mapping[Call, tuple[float, float]] | None = None,
+    ) -> dict[State, list[Way]]:  # fmt: skip
         """Return the best ways through these calls from a state, by the state they end in.
 
-        ``limit``  seconds of the ways that are of use.
+        ``limit``  seconds of the ways that are of use; ``ideal`` the least seconds of both passes
+                   of each call, with which a way that cannot end within the limit is left early.
         Nothing is returned where a call runs under no layouts, or none within the limit.
         """
         now = {begin: [Way()]}
-        outer = {x.root for x in begin.alive} | {*self.step.parameters, *self.constants}
+        again = 1 + bool(remat)
+        outer = frozenset(x.root for x in begin.alive)
+        rest = sum(again * f + b for f, b in (ideal[c] for c in calls)) if ideal else 0.0
         for call in calls:
             found: dict[State, list[Way]] = defaultdict(list)
+            if ideal:
+                rest -= again * ideal[call][0] + ideal[call][1]
             for state, ways in now.items():
-                for after, more in self._through(call, state, ways, outer):
-                    found[after] += more
-            best = {state: undominated(ways, bool(remat), limit) for state, ways in found.items()}
-            now = {state: ways for state, ways in best.items() if ways}
+                for taken in self._transitions(call, state, outer):
+                    longer = self._longer(ways, taken, again, limit - rest)
+                    if longer:
+                        found[taken.after] += longer
+            now = {state: undominated(ways, bool(remat)) for state, ways in found.items()}
         return now
 
-    def _through(
-        self, call: Call, state: State, ways: Sequence[Way], outer: Collection[int]
-    ) -> Iterator[tuple[State, list[Way]]]:
-        """Yield the states behind a call, each with these ways made longer.
+    def _longer(
+        self, ways: Sequence[Way], taken: Transition, again: int, limit: float
+    ) -> list[Way]:
+        """Return the ways with a transition behind them that take at most so many seconds.
 
-        ``outer``  what the memory of these calls does not count.
+        ``again``  how often forward runs.
         """
-        have = {x.number: x for x in state.alive}
-        holding = self.holding
-        for choice, strategy in self._offers(call, have):
-            forward, back = self._seconds(call, strategy, have, choice)
-            kept = sum(map(holding.kept, choice.values()))
-            gradients = sum(map(holding.gradients, choice.values()))
-            gradients += holding.gathering(self._sums(call, strategy, choice))
-            after, more, meanwhile = self._after(call, state, have, choice, strategy, outer)
-            step = WayStep(call, strategy, choice)
-            yield after, [
-                Way(
-                    w.forward + forward, w.back + back, w.kept + kept, w.gradients + gradients,
-                    w.saved + more, max(w.most, w.saved + more + meanwhile), step, w,
-                )
-                for w in ways
-            ]  # fmt: skip
+        price, step = self._price(taken), taken.step
+        own = again * price.forward + price.back
+        found = []
+        for w in ways:
+            if again * w.forward + w.back + own > limit:
+                # the fastest are first
+                break
+            saved = w.saved + taken.saved
+            found.append(Way(
+                w.forward + price.forward, w.back + price.back, w.kept + price.kept,
+                w.gradients + price.gradients, saved, max(w.most, saved + taken.meanwhile), step, w,
+            ))  # fmt: skip
+        return found
 
-    def _seconds(
-        self, call: Call, strategy: CallStrategy, have: Mapping[int, Alive], choice: Choice
-    ) -> tuple[float, float]:
-        if id(strategy) not in self.priced:
-            self.priced[id(strategy)] = (
-                self.rates.seconds(strategy.forward), self.rates.seconds(strategy.backward)
-            )  # fmt: skip
-        forward, back = self.priced[id(strategy)]
+    def _transitions(self, call: Call, state: State, outer: frozenset[int]) -> list[Transition]:
+        """List the steps that a state allows, found once on a mesh.
+
+        ``outer``  roots whose memory these calls do not count.
+        """
+        known = self.table.transitions.setdefault((call, outer), {})
+        if state not in known:
+            have = {x.number: x for x in state.alive}
+            given = {r: have[r] for r in call.reads if r in have}
+            known[state] = [
+                Transition(step, given, *self._after(state, have, step, outer))
+                for step in self._offers(call, given)
+            ]
+        return known[state]
+
+    def _price(self, taken: Transition) -> Price:
+        """Return what a step costs, found once for the parameters whose gradients are summed before."""
+        given = taken.given
+        summed = tuple(x.summed for x in given.values()) if self.holding.axes else ()
+        key = id(taken.step), summed
+        if key not in self.priced:
+            call, strategy, choice = taken.step
+            gradients = sum(map(self.holding.gradients, choice.values()))
+            gradients += self.holding.gathering(self._sums(call, strategy, choice))
+            kept = sum(map(self.holding.kept, choice.values()))
+            self.priced[key] = Price(*self._seconds(taken.step, given), kept, gradients)
+        return self.priced[key]
+
+    def _seconds(self, step: WayStep, given: Mapping[int, Alive]) -> tuple[float, float]:
+        call, strategy, choice = step
+        forward, back = map(self.rates.seconds, (strategy.forward, strategy.backward))
         work, holding = StepWork(), self.holding
         sums = self._sums(call, strategy, choice)
         if holding.micros > 1:
             work.touched += 3 * (holding.micros - 1) * sum(s.nbytes for s in sums)
         for s in sums:
             # ZeRO sums the gradient of a parameter of several calls once
-            read = have.get(call.reads[s.operand])
+            read = given.get(call.reads[s.operand])
             if s.axes and not (holding.axes and read and read.summed >= {*s.axes}):
                 work.receive(s.axes, *holding.summed(s))
                 work.touched += holding.copied(s)
         for r in call.reads:
             # the gradients of several calls are added
-            if self.first[r] is not call and have[r].operand.trained:
-                work.touched += 3 * holding.micros * have[r].operand.nbytes
+            if self.first[r] is not call and given[r].operand.trained:
+                work.touched += 3 * holding.micros * given[r].operand.nbytes
         for i, leaf in choice.items():
             summed = {a for s in sums if call.reads[s.operand] == i for a in s.axes}
             axes, nbytes, messages = holding.gathered(leaf, summed)
@@ -317,13 +381,10 @@ class Search:
         return tuple(self.holding.once(call.reads.index(i), leaf) for i, leaf in choice.items())
 
     def _after(
-        self, call: Call, state: State, have: Mapping[int, Alive], choice: Choice,
-        strategy: CallStrategy, outer: Collection[int],
-    ) -> tuple[State, float, float]:  # fmt: skip
-        """Return the state behind a call, and the bytes that it saves in addition.
-
-        The third is the most bytes that either pass holds there beside all that is saved until then.
-        """
+        self, state: State, have: Mapping[int, Alive], step: WayStep, outer: Collection[int]
+    ) -> tuple[State, float, float]:
+        """Return the state behind a call, and the bytes that ``Transition`` has."""
+        call, strategy, choice = step
         alive = dict(have)
         for r in call.reads:
             if r not in alive:
@@ -337,9 +398,10 @@ class Search:
             if x.counts and x.root not in saved and x.root not in self.step.parameters:
                 saved.add(x.root)
                 more += x.nbytes
-        values = {x.root: x.nbytes for x in alive.values() if x.root not in {*outer, *saved}}
+        outside = {*outer, *saved, *self.step.parameters, *self.constants}
+        values = {x.root: x.nbytes for x in alive.values() if x.root not in outside}
         at = self.at[id(call)]
-        left = [x for n, x in alive.items() if self.last.get(n, -1) > at or n == self.step.loss]
+        left = [x for n, x in alive.items() if self.step.ends.get(n, -1) > at]
         left.sort(key=lambda x: x.number)
         forward = strategy.most + sum(values.values())
         most = max(forward, strategy.most_back + self._gradients(left))
@@ -355,14 +417,16 @@ class Search:
         operand = (leaf and leaf.operand) or self.inputs.get(number) or self.constants[number]
         return Alive(number, operand, number, operand.nbytes)
 
-    def _offers(self, call: Call, have: Mapping[int, Alive]) -> list[tuple[Choice, CallStrategy]]:
-        """Return the strategies of a call of such operands, found once on a mesh."""
-        given = {r: have[r].operand for r in call.reads if r in have}
-        given |= {r: self.inputs[r] for r in call.reads if r in self.inputs}
+    def _offers(self, call: Call, have: Mapping[int, Alive]) -> list[WayStep]:
+        """List the strategies of a call of such operands, found once on a mesh."""
+        given = {r: x.operand for r, x in have.items()}
         key = call, tuple(given.items())
-        if key not in self.offers:
-            self.offers[key] = list(self._strategies(call, given))
-        return self.offers[key]
+        if key not in self.table.offers:
+            self.table.offers[key] = [
+                WayStep(call, strategy, choice)
+                for choice, strategy in self._strategies(call, given)
+            ]
+        return self.table.offers[key]
 
     def _strategies(
         self, call: Call, have: Mapping[int, Operand]
@@ -442,21 +506,21 @@ def _saved(call: Call, strategy: CallStrategy, have: Mapping[int, Alive]) -> lis
     return [have[numbers[k]] for k in strategy.saved]
 
 
-def undominated(ways: Sequence[Way], remat: bool = False, limit: float = math.inf) -> list[Way]:
+def undominated(ways: Sequence[Way], remat: bool = False) -> list[Way]:
     """Return the ways that no other beats in seconds and in each of their bytes, the fastest first.
-
-    ``limit``  seconds of the ways that are of use.
 
     >>> ways = [Way(1, 1, saved=9), Way(2, 1, saved=9), Way(2, 2, saved=4)]
     >>> [w.saved for w in undominated(ways)]
     [9, 4]
     """
+    if len(ways) == 1:
+        return [*ways]
     found: list[Way] = []
     best: list[tuple[float, ...]] = []
-    for costs, way in sorted(((w.costs(remat), w) for w in ways), key=lambda c: c[0]):
-        if costs[0] > limit:
-            break
-        if not any(all(a <= b for a, b in zip(c, costs, strict=True)) for c in best):
-            best.append(costs)
-            found.append(way)
+    costs = [w.costs(remat) for w in ways]
+    for at in sorted(range(len(ways)), key=costs.__getitem__):
+        _, end, held, most, kept = costs[at]
+        if not any(c[1] <= end and c[2] <= held and c[3] <= most and c[4] <= kept for c in best):
+            best.append(costs[at])
+            found.append(ways[at])
     return found

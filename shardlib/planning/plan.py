@@ -26,7 +26,8 @@ from shardlib.placing import reshard
 from shardlib.planning.candidates import PIPE, RECIPES, divisors, hiding, stage_counts
 from shardlib.planning.cluster import Cluster, cluster_of
 from shardlib.planning.explanation import size
-from shardlib.planning.joint import Question, Strategy, Study, placed
+from shardlib.planning.joint import Study, placed
+from shardlib.planning.question import Question, Strategy
 from shardlib.tensor import ShardedTensor
 
 FIX = "sl.plan(model, (ids,), ranks=8)"

@@ -108,7 +108,9 @@ class Table:
     def __init__(self, step: StepCalls, mesh: Mesh) -> None:
         self.step, self.mesh = step, mesh
         self.known: dict[Hashable, CallStrategy | str] = {}
+        # of the ways of a search: what does not depend on ZeRO
         self.offers: dict[Any, Any] = {}
+        self.transitions: dict[Any, dict[Any, Any]] = {}
 
     def ask(self, call: Call, operands: Sequence[Operand]) -> CallStrategy | str:
         """Return the strategy of a call of such operands, or why there is none."""

@@ -16,7 +16,7 @@ from shardlib.cost import slowest
 from shardlib.memory_tracker import Live, tensors_in
 from shardlib.mesh import Link
 from shardlib.opspec import Args, Func, Kwargs
-from shardlib.planning.constant_folding import result_of
+from shardlib.planning.constant_folding import operator_of, result_of
 
 _MOVES_NOTHING = ("empty", "new_empty", "_unsafe_view")
 
@@ -163,11 +163,12 @@ class Meter(Live):
         self, func: Func, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if _is_view(func):
+        operator = operator_of(func)
+        if operator.views:
             # of a tensor from elsewhere it is no new memory
             self._note(args[0], new=False)
             return func(*args, **kwargs)
-        known = result_of(func, args, kwargs)
+        known = result_of(operator, func, args, kwargs)
         if known is None:
             out = super().__torch_dispatch__(func, types, args, kwargs)
             kernel, flops, nbytes = _cost(func, out, args, kwargs)
@@ -183,13 +184,6 @@ class Meter(Live):
         self.work.touched += nbytes
         self.work.calls += bool(flops or nbytes)
         return out
-
-
-@cache
-def _is_view(func: Func) -> bool:
-    """Return whether an operator's results are views of its first operand."""
-    aliases = [r.alias_info for r in func._schema.returns]
-    return any(a is not None and not a.is_write for a in aliases)
 
 
 def _cost(
@@ -223,7 +217,7 @@ def kernel_of(func: Func, out: object, operands: Sequence[Tensor], flops: float)
 
 def touched(func: Func, operands: Iterable[Tensor], out: object) -> int:
     """Count the bytes that an operator reads and writes: none for a view, or for empty memory."""
-    if _is_view(func) or func.__name__.startswith(_MOVES_NOTHING):
+    if operator_of(func).views or func.__name__.startswith(_MOVES_NOTHING):
         return 0
     made = [x for x in tree_flatten(out)[0] if isinstance(x, Tensor)]
     return sum(x.nbytes for x in [*operands, *made])

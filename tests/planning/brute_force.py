@@ -27,8 +27,9 @@ from torch import Tensor, nn
 
 import shardlib as sl
 from shardlib.planning.calls import Call
-from shardlib.planning.joint import GAP, Question, Setting, Study
+from shardlib.planning.joint import GAP, Setting, Study
 from shardlib.planning.program import solve
+from shardlib.planning.question import Question
 from shardlib.planning.strategies import CallStrategy, Operand
 from shardlib.planning.work import StepWork
 
@@ -219,6 +220,7 @@ class Every:
         self.study, self.search, self.step = study, setting.search, study.step
         self.holding = setting.holding
         self.steps = 0
+        self.offers: dict[Any, Any] = {}
 
     def begin(self) -> At:
         """Return the state in which inputs are there, and nothing else."""
@@ -255,9 +257,9 @@ class Every:
 
     def _offered(self, call: Call, given: Mapping[int, Operand]) -> Any:
         key = call, tuple(given.items())
-        if key not in self.search.offers:
-            self.search.offers[key] = list(self.search._strategies(call, given))
-        return self.search.offers[key]
+        if key not in self.offers:
+            self.offers[key] = list(self.search._strategies(call, given))
+        return self.offers[key]
 
     def _through(
         self, call: Call, strategy: CallStrategy, now: At, leaves: Mapping[int, Operand],
@@ -318,8 +320,8 @@ class Every:
         not_counted = {*outer, *saved, *self.step.parameters, *self.search.constants}
         values = {x.root: x.nbytes for x in have.values() if x.root not in not_counted}
         at = self.step.calls.index(call)
-        later = {n for c in self.step.calls[at + 1 :] for n in c.reads} | {self.step.loss}
-        left = {n: x for n, x in have.items() if n in later}
+        # values that Python holds, or that are read later
+        left = {n: x for n, x in have.items() if self.step.ends.get(n, -1) > at}
         coming = sum(
             x.operand.nbytes for n, x in left.items()
             if n not in self.step.parameters and x.operand.trained and _is_number(x)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -53,3 +54,24 @@ def test_equal_calls_have_one_key() -> None:
     step = calls_of(twice, (torch.empty(2, 4),), loss)
     first, second, third = [c.key for c in step.calls if c.name == "linear"]
     assert first == second == third
+
+
+@pytest.mark.parametrize("lets_go", [False, True])
+def test_a_value_ends_when_python_lets_it_go(lets_go: bool) -> None:
+    class Holding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(4, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.up(x)
+            z = y.relu()
+            if lets_go:
+                del y
+            return (z * 2).sum()
+
+    step = calls_of(Holding(), (torch.empty(6, 4),), lambda apply, params, x: apply(params, x))
+    names = [c.name for c in step.calls]
+    (made,) = step.calls[names.index("linear")].gives
+    assert names[step.ends[made]] == ("relu" if lets_go else "sum")
+    assert step.ends[step.loss] == len(names)

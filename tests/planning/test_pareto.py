@@ -8,7 +8,8 @@ from torch import nn
 
 import shardlib as sl
 from shardlib.planning import pareto
-from shardlib.planning.joint import Question, Study
+from shardlib.planning.joint import Study
+from shardlib.planning.question import Question
 
 CLUSTER = sl.planning.Cluster(1e12, 2e10, 1, between=sl.planning.Link(1e-4, 1e-8), bandwidth=5e9)
 
@@ -33,9 +34,9 @@ def test_no_way_there_is_beats_those_that_are_kept(seed: int, monkeypatch: Any) 
     loss = lambda apply, params, x: apply(params, x).square().mean()  # noqa: E731
     asked = Question(module, (rows,), loss, sl.optim.adamw(0.01), CLUSTER, 1e12, 2, {"a": 2})
     study = Study(asked)
-    begin = pareto.State()
     for setting in study.settings():
         search = setting.search
+        begin = study._begin(search)
         kept = search.run(study.step.calls, begin)
         with monkeypatch.context() as patch:
             patch.setattr(pareto, "undominated", lambda ways, *_: list(ways))

@@ -1,0 +1,106 @@
+"""Columns of the integer program: the best ways through each part of a step, between two states."""
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from shardlib.planning.calls import Call
+from shardlib.planning.pareto import Holding, Search, State, Way
+from shardlib.planning.parts import Part
+from shardlib.planning.program import Column
+
+
+def columns_of(
+    parts: Sequence[Part], search: Search, begin: State, alone: Mapping[Call, tuple[float, float]],
+    policies: Callable[[Part], tuple[str, ...]], limit: float = math.inf,
+) -> list[Column]:  # fmt: skip
+    """Return the best ways through each part, from every state that it may begin in.
+
+    ``begin``     where the inputs lie.
+    ``alone``     seconds of both passes of each call on one rank.
+    ``policies``  part -> its policies of remat.
+    ``limit``     seconds of the whole step, beyond which no way is of use.
+    """
+    share = search.holding.share
+    ideal = {call: (share * f, share * b) for call, (f, b) in alone.items()}
+    rest = sum(part.seconds(ideal) for part in parts)
+    # states that the next part may begin in, with the least seconds until then
+    reached = {begin: 0.0}
+    found: list[Column] = []
+    for number, part in enumerate(parts):
+        ends: dict[State, float] = {}
+        layers = len(part.layers)
+        rest -= part.seconds(ideal)
+        for (begin, spent), remat in itertools.product(reached.items(), policies(part)):
+            own = (limit - spent - rest) / layers
+            for after, ways in search.run(part.calls, begin, remat, own, ideal).items():
+                # what is computed again is saved by none, but what a single layer reads
+                end = after
+                if remat:
+                    read = begin.saved | (_roots(part.calls, begin) if layers == 1 else set())
+                    end = replace(after, saved=frozenset(read & {x.root for x in after.alive}))
+                if layers > 1 and not _repeats(begin, end):
+                    continue
+                made = [_column(number, begin, end, way, remat, search.holding) for way in ways]
+                found += undominated(made)
+                least = spent + layers * min(c.seconds for c in made)
+                ends[end] = min(least, ends.get(end, math.inf))
+        reached = ends
+    return found
+
+
+def _column(part: int, begin: State, end: State, way: Way, remat: str, holding: Holding) -> Column:
+    seconds, saved = way.forward + way.back, way.saved
+    if remat:
+        seconds += way.forward
+        after = {x.root for x in end.alive}
+        left = after - end.saved
+        borders = {x.root: x.nbytes for x in begin.alive if x.counts and x.root not in left}
+        saved = sum(n for root, n in borders.items() if root not in begin.saved)
+    states = _key(begin), _key(end)
+    held = holding.flying * saved
+    # while it runs it holds as much beside what it saved as it would in a pipeline of one stage
+    most = way.most - saved + held
+    return Column(part, *states, seconds, way.kept, way.gradients, held, most, way=(way, remat))
+
+
+def _roots(calls: Sequence[Call], begin: State) -> set[int]:
+    """Return the values of a state that calls read and that count."""
+    read = {n for c in calls for n in c.reads}
+    return {x.root for x in begin.alive if x.number in read and x.counts}
+
+
+def _places(state: State) -> Counter[Any]:
+    return Counter((x.operand.place, x.operand.dtype) for x in state.alive)
+
+
+def _repeats(begin: State, end: State) -> bool:
+    """Return whether a layer ends as the next one begins: what is new lies as what is gone did.
+
+    What only layers read, as positions, is gone behind the one layer that stands for all.
+    """
+    before, after = ({x.number: x for x in state.alive} for state in (begin, end))
+    gone = State(tuple(x for n, x in before.items() if n not in after))
+    new = State(tuple(x for n, x in after.items() if n not in before))
+    return bool(new.alive) and _places(new) <= _places(gone)
+
+
+def _key(state: State) -> Any:
+    """Return what columns of consecutive parts must agree in."""
+    saved = Counter((x.operand.place, x.root in state.saved) for x in state.alive)
+    return tuple(sorted(map(str, (*_places(state).items(), *saved.items()))))
+
+
+def undominated(columns: Sequence[Column]) -> list[Column]:
+    """Return the columns that no other beats in seconds and every kind of bytes."""
+    found: list[Column] = []
+    for c in sorted(columns, key=lambda c: (c.seconds, c.kept + c.saved + c.most)):
+        if not any(
+            d.kept <= c.kept and d.saved <= c.saved and d.most <= c.most
+            and d.gradients <= c.gradients for d in found
+        ):  # fmt: skip
+            found.append(c)
+    return found
