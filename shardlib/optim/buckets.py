@@ -680,6 +680,9 @@ def held(bucket: Bucket, mesh: Mesh, ways: int) -> list[tuple[int, SlotPart]]:
 class Memory:
     """A pool of vectors that are reused, since fresh pages cost as much as a sum over them."""
 
+    slack = 2
+    """The most times as many elements as are asked for."""
+
     def __init__(self) -> None:
         self.free: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         self.lent: set[int] = set()
@@ -691,12 +694,15 @@ class Memory:
         n = math.prod(shape)
         rows = self.free.setdefault((dtype, device), [])
         # a small request must not take a large vector away
-        fits = [i for i, t in enumerate(rows) if n <= t.numel() <= 2 * n]
+        fits = [i for i, t in enumerate(rows) if n <= t.numel() <= self.slack * n]
         base = rows.pop(min(fits, key=lambda i: rows[i].numel())) if fits else None
         if base is None:
-            base = _empty(n, dtype, device)
+            base = self._made(n, dtype, device)
         self.lent.add(_storage(base))
         return base[:n].view(shape)
+
+    def _made(self, n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return _empty(n, dtype, device)
 
     def give(self, *taken: Tensor) -> None:
         """Take tensors of ``take`` back into the pool; other tensors are ignored."""

@@ -425,9 +425,12 @@ class Gradient:
         with torch.no_grad():
             out = self._memory(self.bucket.part_length) if self.bucket.hops else flat
             later = self.bucket.scatter(flat, out, self.mesh, room.memory)
+            work = [(flat, out, later)]
 
             @cache
             def finish() -> Any:
+                # memory that is given back is not kept by what keeps this function
+                flat, out, later = work.pop()
                 with torch.no_grad():
                     later()
                 if out is not flat:

@@ -12,7 +12,7 @@ Source: Ren et al., arXiv 2101.06840, section 4 (the update on the host); Fang e
 """
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, Literal
@@ -173,10 +173,6 @@ class TieredParts(Parts):
         """The device cache of these parameters."""
         room: Any = self.index.room
         return room.cache
-
-    def gradient_row(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return host memory for a gradient, which the ledger has while a tensor refers to it."""
-        return self.cache.gradient_row(shape, dtype)
 
     def _new_reading(self) -> Reading:
         return TieredReading(self, self.cache)

@@ -15,60 +15,41 @@ from torch import Tensor
 from shardlib.optim.buckets import Memory, Room
 from shardlib.optim.chunk_cache import ChunkCache
 from shardlib.tiers.buffers import Buffers, host_memory
-from shardlib.tiers.ledger import Ledger
 from shardlib.tiers.mover import Ticket, copied
 
 
 class ExactMemory(Memory):
     """A pool of vectors in host memory, each lent for its own size alone."""
 
-    def take(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return an uninitialised contiguous tensor; pass it to ``give`` after the last read."""
-        n = torch.Size(shape).numel()
-        rows = self.free.setdefault((dtype, device), [])
-        if not any(t.numel() == n for t in rows):
-            rows.append(self._made(n, dtype, device))
-        base = rows.pop(next(i for i, t in enumerate(rows) if t.numel() == n))
-        self.lent.add(base.untyped_storage()._cdata)
-        return base.view(tuple(shape))
+    slack = 1
 
     def _made(self, n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return host_memory(n, dtype, device)[0]
 
 
-class GradientMemory(ExactMemory):
-    """A pool in the device's memory, entered in the ledger."""
+class GradientMemory(Memory):
+    """A pool in the device's memory, entered in the ledger; ``spare``  frees bytes of the tier."""
 
-    def __init__(self, ledger: Ledger, shares: int, spare: Callable[[int], object]) -> None:
+    slack = 1
+
+    def __init__(self, pool: Buffers, spare: Callable[[int], object]) -> None:
         super().__init__()
-        self.ledger, self.shares, self.spare = ledger, shares, spare
-        self.entries = ledger.entries_of(self)
+        self.pool, self.spare = pool, spare
 
     def _made(self, n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        nbytes = n * dtype.itemsize // self.shares
-        if nbytes > self.ledger.left("device"):
-            self.trim()
-        if nbytes > self.ledger.left("device"):
-            self.spare(nbytes)
-        self.ledger.enter("device", "gradients", nbytes)
-        self.entries.append(("device", "gradients", nbytes))
-        with torch.inference_mode(False):
-            return torch.empty(n, dtype=dtype, device=device)
+        # a tensor of its own, by which the pool knows that it is in use
+        return self.pool.take((n,), dtype, self.spare).detach()
 
     def trim(self) -> None:
         """Free the vectors that are not lent."""
         for rows in self.free.values():
-            for t in rows:
-                entry = "device", "gradients", t.nbytes // self.shares
-                self.entries.remove(entry)
-                self.ledger.leave(*entry)
             rows.clear()
+        self.pool.trim()
 
     def forget(self) -> None:
         """Remove what was lent to a backward that raised."""
-        self.trim()
-        self.ledger.leave_all(self.entries)
         self.lent.clear()
+        self.trim()
 
 
 class TieredRoom(Room):
@@ -81,8 +62,10 @@ class TieredRoom(Room):
         spare = cache.spared = weakref.WeakMethod(self.spare)
         self.activations = cache.activations
         self.activations.spared = spare
-        self.memory = GradientMemory(cache.ledger, cache.shares, lambda n: spare()(n))  # type: ignore[misc]
-        self.gathered = Buffers(cache.ledger, "device", "gathered", cache.device, cache.shares)
+        of = cache.device, cache.shares
+        gradients = Buffers(cache.ledger, "device", "gradients", *of)
+        self.memory = GradientMemory(gradients, lambda n: spare()(n))  # type: ignore[misc]
+        self.gathered = Buffers(cache.ledger, "device", "gathered", *of)
         cache.ledger.idle.append(weakref.WeakMethod(self.give_way))
         # whether the others are freeing bytes for this one
         self.asks = False

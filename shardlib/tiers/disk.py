@@ -226,12 +226,6 @@ class DiskRows:
         ring: int = 4 << 20,
         timeout: float = 600.0,
     ) -> None:
-        for name, b in rows.items():
-            if type(b) is not int or not 0 <= b < 1 << 48:
-                raise BadArgument(f"row {name!r} of {b!r} bytes", op="tiers")
-        if ring < 2 * _PAGE or not 0 <= rank < ranks:
-            text = f"ring={ring} is below two pages of {_PAGE}, or rank {rank} is none of {ranks}"
-            raise BadArgument(text, op="tiers")
         self.path, self.sizes = os.path.realpath(path), dict(sorted(rows.items()))
         self.rank, self.ranks, self.durable, self.timeout = rank, ranks, durable, timeout
         self.generation, self.notes = -1, None
@@ -278,10 +272,9 @@ class DiskRows:
         with self._calls:
             self._end()
 
-    def write(self, name: str, x: Tensor, after: Sequence[Ticket] = ()) -> Ticket:
+    def write(self, name: str, x: Tensor) -> Ticket:
         """Write a row from a contiguous tensor in host memory, which must not change meanwhile.
 
-        ``after``  jobs to wait for before.
         Raises: ShardError of an earlier write or commit that failed; BadArgument.
         """
         data = self._bytes(name, x)
@@ -289,10 +282,10 @@ class DiskRows:
             copy = RowCopy((self._kept[name].place + 1) % self._places)
             # before it is posted: if this is interrupted, the row counts as not written
             self._last[name] = copy
-            copy.ticket = self._post(self._write, name, data, copy, after)
+            copy.ticket = self._post(self._write, name, data, copy)
             return copy.ticket
 
-    def read(self, name: str, into: Tensor, after: Sequence[Ticket] = ()) -> Ticket:
+    def read(self, name: str, into: Tensor) -> Ticket:
         """Read a row, as it was written last, into a contiguous tensor in host memory.
 
         The ticket raises ShardError for a row that is damaged or was never written; ``into`` then
@@ -301,7 +294,7 @@ class DiskRows:
         """
         data = self._bytes(name, into)
         with self._calls:
-            return self._post(self._read, name, data, self._last[name], after)
+            return self._post(self._read, name, data, self._last[name])
 
     def commit(self, generation: int, notes: Any = None) -> None:
         """Make the rows, as they were written last, what a killed process leaves.
@@ -421,13 +414,11 @@ class DiskRows:
                 _flush(file.fd)
             return has
 
-    def _post(
-        self, job: Any, name: str, data: Tensor, copy: RowCopy, after: Sequence[Ticket]
-    ) -> Ticket:
+    def _post(self, job: Any, name: str, data: Tensor, copy: RowCopy) -> Ticket:
         self._check()
         mover, held = self._mover[name]
         args = name, data, copy, torch.frombuffer(held, dtype=torch.uint8), user_line()
-        return mover.submit(partial(job, *args), data.numel(), after)
+        return mover.submit(partial(job, *args), data.numel())
 
     @torch.inference_mode()
     def _write(self, name: str, data: Tensor, copy: RowCopy, held: Tensor, line: str) -> None:
