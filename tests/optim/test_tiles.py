@@ -68,9 +68,9 @@ def run(tied: bool, tiers: Any, how: str = "head", split: str = "", inner: Any =
         counted.append((parts.cache.loads - before if tiers else 0, t.bytes))
         parts, state, _ = o.step(tx, parts, grads, state)
         losses.append(float(loss))
-    out = {f"param {n}": sl.unshard(x) for n, x in o.state_dict(parts).items()}
+    out = {f"param {n}": sl.unshard(x).cpu() for n, x in o.state_dict(parts).items()}
     kept = {n: x for n, x in o.state_dict(state).items() if isinstance(x, torch.Tensor)}
-    out |= {n: sl.unshard(x) for n, x in kept.items()}
+    out |= {n: sl.unshard(x).cpu() for n, x in kept.items()}
     if tiers:
         moved = said.forward.bytes + said.backward.bytes
         assert counted[-1] == (said.tiers.loads, moved), (counted, said.tiers.loads, moved)
@@ -129,13 +129,13 @@ def test_what_was_saved_in_tiles_is_loaded_in_other_tiles_and_whole() -> None:
         given = {
             n: sl.shard(torch.rand(x.shape, dtype=x.dtype), x.sharding) for n, x in params.items()
         }
-        want = {n: sl.unshard(x) for n, x in given.items()}
+        want = {n: sl.unshard(x).cpu() for n, x in given.items()}
         for one in txs:
             kept = o.state_dict(one.shard(given))
-            assert all(torch.equal(sl.unshard(x), want[n]) for n, x in kept.items())
+            assert all(torch.equal(sl.unshard(x).cpu(), want[n]) for n, x in kept.items())
             for other in txs:
                 found = o.state_dict(o.load_state_dict(other.shard(params), kept))
-                assert all(torch.equal(sl.unshard(x), want[n]) for n, x in found.items())
+                assert all(torch.equal(sl.unshard(x).cpu(), want[n]) for n, x in found.items())
 
 
 def test_what_reads_a_table_whole_is_refused_with_the_budget_that_it_needs() -> None:
