@@ -114,7 +114,7 @@ def embedding(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     ids, table = given["input"], given["weight"]
     count = table.shape[0]
     padding = _checked(ids, table, count, given)
-    if table.facts is not None and table.facts.tiles:
+    if isinstance(table, ShardedTensor) and table.facts is not None and table.facts.tiles:
         return _by_tiles(ids, table, padding)
     table, ids = lifted("embedding", table, ids)
     mesh, of_ids, of_table = table.mesh, ids.place, table.place

@@ -36,3 +36,11 @@ def test_embedding_then_loss_of_any_shape_equals_dense(
 @pytest.mark.parametrize("name", EMBEDDING)
 def test_lookups_equal_dense(name: str) -> None:
     run_on_meshes(name)
+
+
+def test_ids_that_are_split_find_rows_of_a_constant() -> None:
+    idx, w = ids(4, 3, top=6), r(6, 5)
+    with sl.simulate(x=2), sl.constants():
+        found = F.embedding(sl.shard(idx, "x ."), w)
+        assert sl.layout_of(found) == sl.Layout.parse("x . .")
+        assert sl.unshard(found).equal(F.embedding(idx, w))
