@@ -254,8 +254,9 @@ class TieredParameters(SplitParameters):
     def donate(self, grads: Tree, state: State, params: Tree, step: Step) -> State:
         """Update the first chunk, and post the updates of the others."""
         self.how.check_state(state)
-        mine, given = map(plain, matched(params, grads, state))
         cache = _cache_of(params)
+        mine, given = map(plain, matched(params, grads, state))
+        given = _on_host(cache, given)
         _settle(cache)
         chunks = by_chunk(cache, mine)
         splits = self._splits(cache, state, mine)
@@ -523,6 +524,16 @@ class EagerUpdates:
         merged = picked(merged_states(self.found, self.splits), self.state)
         _commit(cache, merged, updates)
         return merged
+
+
+def _on_host(cache: ChunkCache, grads: Buckets) -> Buckets:
+    """Return gradients in host memory: zeros that nothing depends on are made on the device."""
+    host, found = torch.device("cpu"), dict(grads)
+    for name, g in grads.items():
+        if g.device != host:
+            row = cache.gradient_row(g.raw.shape, g.dtype).copy_(g.raw)
+            found[name] = ShardedTensor(row, g.place)
+    return Buckets(found, grads.index, grads.mesh)
 
 
 def _write_part(one: Index, found: Indexed, row: Tensor) -> None:

@@ -61,7 +61,7 @@ EXCUSED: dict[str, str] = {
     "every call on a device, where the CPU's call of torch's is kept",
     r"test_an_array_that_meets_a_sharded_tensor|test_errors.py.*(an array|numpy of)": "numpy takes tensors of the host alone",
     r"optim/test_(composed|exact)\.py|test_five_more_steps_elsewhere_are_the_same_bit_for_bit": _ROUNDING,
-    r"optim/test_ti(ered|les)": "norms and updates of what is in host memory have the host's rounding",
+    r"optim/test_tiered": "norms and updates of what is in host memory have the host's rounding",
     r"test_the_global_norm_of_many_fp32_elements_keeps_its_digits|test_squares_keep_their_digits": "the "
     "CPU's norm adds one square after another (3e-12 off in fp64), where an accelerator's adds in a tree",
     r"tests/kernels/": "the library launches nvcc's kernels on devices, or the host's on the host, "

@@ -268,3 +268,37 @@ def test_memory_of_what_is_on_its_way_to_the_host_is_given_to_nobody() -> None:
         pretend.late(False)
     assert got == [7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0, 0.0]
     assert not any(float(x.sum()) for x in others)
+
+
+@pytest.mark.parametrize("update", ["host", "device"])
+def test_parameters_that_nothing_reads_are_stepped_as_the_hosts(update: Any) -> None:
+    """Their gradients are zeros, which are made on the device."""
+    found = []
+    for device in (DEVICE, torch.device("cpu")):
+        torch.manual_seed(0)
+        with torch.device("cpu"):
+            net, x = nn.ModuleList([Block() for _ in range(2)]), torch.randn(2, WIDE)
+        with torch.device(device), sl.simulate(data=1, device=device):
+            apply, params = sl.parallelize(_First(net), [("*", "...")], inputs={"x": "data ."})
+            tx = o.zero(o.adamw(0.1), "data", 3, tiers=o.Tiers(update=update))
+            parts = tx.shard(params)
+            state = tx.init(parts)
+            for _ in range(2):
+                _, grads = sl.value_and_grad(apply, into=tx)(parts, x.to(device))
+                parts, state, _ = o.step(tx, parts, grads, state)
+            found.append({n: sl.unshard(w).cpu() for n, w in o.state_dict(parts).items()})
+    there, here = found
+    assert there.keys() == here.keys() and len(here) == 4
+    for name, w in here.items():
+        torch.testing.assert_close(there[name], w, msg=name)
+
+
+class _First(nn.Module):
+    """Blocks of which the first alone is read."""
+
+    def __init__(self, h: nn.ModuleList) -> None:
+        super().__init__()
+        self.h = h
+
+    def forward(self, x: Any) -> Any:
+        return self.h[0](x).square().mean()
