@@ -717,8 +717,7 @@ class Memory:
 class Room:
     """Memory shared by all readings of one index, and records of its use.
 
-    ``order``     the buckets in the order in which the last forward read them; ``back``  those that
-                  the last backward gathered.
+    ``order``     the buckets in the order in which the last forward read them.
     ``flying``    callbacks that wait for gradient sums in transit.
     ``recorded``  whether the order of gradients is known.
     ``better``    the index of buckets in that order, until it is used.
@@ -729,7 +728,6 @@ class Room:
     def __init__(self) -> None:
         self.memory = Memory()
         self.order: list[str] = []
-        self.back: list[str] = []
         self.buffers: list[Tensor] = []
         self.flying: list[Callable[[], object]] = []
         self.recorded = False

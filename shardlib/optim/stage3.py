@@ -12,10 +12,9 @@ al., arXiv 2304.11277, section 3.3.
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial
-from itertools import islice
 from threading import get_ident
 from typing import Any, NamedTuple
 
@@ -160,9 +159,8 @@ class Reading:
     ``flat``    gathered buckets.
     ``coming``  buckets whose gather is posted.
     ``at``      number of a storage -> the bucket gathered there.
-    ``seen``    the buckets in the order in which forward read them.
-    ``saved``   the numbers of the readings there of which weights were saved.
-    ``back``    the names of those that this backward has gathered, in order.
+    ``seen``    the buckets in the order of first reading.
+    ``done``    those whose gradients this backward has added.
     """
 
     def __init__(self, params: Parts) -> None:
@@ -174,8 +172,7 @@ class Reading:
         self.coming: dict[BucketReading, tuple[Tensor, Callable[[], object]]] = {}
         self.at: dict[int, BucketReading] = {}
         self.seen: list[BucketReading] = []
-        self.saved: set[int] = set()
-        self.back: list[str] = []
+        self.done: set[BucketReading] = set()
         self.thread = get_ident()
         self.asked = -1
         self.ended = False
@@ -194,7 +191,7 @@ class Reading:
         return {item.path: x for item, x in self._values()}
 
     def _values(self) -> Iterator[tuple[Item, ShardedTensor]]:
-        self.seen, self.saved = [], set()
+        self.seen = []
         for i, (b, n) in self.index.where.items():
             item, bucket = self.index.items[i], self.index.buckets[b]
             deferred = frozenset(a for a in bucket.over if self.mesh.axes[a] > 1)
@@ -212,37 +209,28 @@ class Reading:
         """Return a parameter's block, recorded by autograd."""
         mode = torch.is_grad_enabled()
         if mode not in one.blocks or one not in self.flat:
+            flat = self._whole(one)
+            # forward alone: recomputation in backward reads in another order
             if backward_now() == -1:
-                flat = self._whole(one)
                 self._note(one)
-            else:
-                flat = self._in_backward(one)
             found = _GatherBucket.apply(one.input(), self, one, flat)
             slots = one.bucket.slots
             one.blocks[mode] = {s.leaves[0]: t for s, t in zip(slots, found, strict=True)}  # type: ignore[arg-type]
         return one.blocks[mode][leaf]
 
     def again(self, one: BucketReading) -> Tensor:
-        """Return the bucket of a saved weight, gathered again."""
+        """Gather a bucket again, in backward, and post the gather of the one read before it."""
         if one.is_changed:
             raise ShardError(
                 "parameters were changed between forward and backward, which gathers them again",
                 op="apply",
                 fix="loss, grads = sl.value_and_grad(f)(params)",
             )
-        return self._in_backward(one)
-
-    def _in_backward(self, one: BucketReading) -> Tensor:
-        """Gather a bucket, and post the gather that came next in the last backward."""
-        order = self.room.back
-        if not order:
-            # a first backward reads the weights that were saved
-            saved = [self.seen[i] for i in sorted(self.saved, reverse=True)]
-            order[:] = [x.bucket.name for x in saved if x not in self.flat]
-        if one not in self.flat:
-            self.back.append(one.bucket.name)
         flat = self._whole(one)
-        self._follow(self.back, order)
+        if one in self.seen:
+            at = self.seen.index(one)
+            if at and self.seen[at - 1] not in self.done:
+                self._start_ahead(self.seen[at - 1])
         self._at_the_end()
         return flat
 
@@ -251,12 +239,9 @@ class Reading:
         if one.block is None:
             return
         self.seen.append(one)
-        self._follow([x.bucket.name for x in self.seen], self.room.order)
-
-    def _follow(self, read: Sequence[str], order: Sequence[str]) -> None:
-        """Post the next gather of a recorded order, while buckets are read in that order."""
-        at = len(read)
-        if order[at - 1 : at] == read[-1:] and at < len(order):
+        at, order = len(self.seen), self.room.order
+        # prefetch only while this forward reads in the recorded order
+        if order[at - 1 : at] == [one.bucket.name] and at < len(order):
             self._start_ahead(self.buckets[order[at]])
 
     def _start_ahead(self, one: BucketReading) -> None:
@@ -333,16 +318,13 @@ class Reading:
     def weight(self, x: Tensor) -> "SavedWeight | None":
         """Return what stands for a saved weight; None for another tensor."""
         one = self.at.get(x.untyped_storage()._cdata)
-        if one is None:
-            return None
-        last = (i for i in reversed(range(len(self.seen))) if self.seen[i] is one)
-        self.saved.update(islice(last, 1))
-        return SavedWeight(self, one, (x.shape, x.stride(), x.storage_offset()))
+        return one and SavedWeight(self, one, (x.shape, x.stride(), x.storage_offset()))
 
     # ------------------------------------------------------------ gradients
 
     def take(self, one: BucketReading, grads: tuple[Tensor | None, ...]) -> Tensor | None:
         """Add the gradients of one gather; return the part of their sum if it needs a graph."""
+        self.done.add(one)
         if one in self.flat and not self.index.keep:
             self._drop(one)
         self._at_the_end()
@@ -372,7 +354,7 @@ class Reading:
             self.room.flying.pop(0)()
         self.asked = -1
         self.ended = True
-        self.room.back[:], self.back = self.back, []
+        self.done.clear()
         for one in list(self.flat):
             self._drop(one)
 

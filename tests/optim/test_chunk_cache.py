@@ -36,40 +36,6 @@ def test_a_step_loads_2_l_minus_c_blocks(count: int, data: int) -> None:
         assert tiers.ledger.peak["device"] <= beside + room * part
 
 
-class Worded(Blocks):
-    """Blocks behind an embedding of as many bytes as one of them."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__(count)
-        self.words = torch.nn.Embedding(131, WIDE)
-
-    def forward(self, i: Any) -> Any:
-        return super().forward(self.words(i))
-
-
-@pytest.mark.parametrize("data", [1, 2])
-def test_what_backward_does_not_read_is_loaded_once_a_step(data: int) -> None:
-    """Of L chunks, one of which is an embedding's, and room for C, a step loads 2 L - 1 - C."""
-    count, part = 6, block_bytes({"data": data, "x": 1})
-    beside = 2 * part if data == 1 else 2 * (2 * part) + 2 * (2 * 2 * part + part)
-    i = torch.arange(16).view(8, 2)
-    for room in (3, 4, count):
-        with sl.simulate(data=data, x=1):
-            apply, params = sl.parallelize(
-                Worded(count - 1), [("*", "...")], inputs={"i": "data ."}
-            )
-            tiers = o.Tiers(device=beside + room * part)
-            tx = o.zero(o.adamw(0.01), "data", 3, tiers=tiers)
-            parts = tx.shard(params)
-            said, state = sl.explain(apply, parts, i, tx=tx).tiers, tx.init(parts)
-            for _ in range(3):
-                before = parts.cache.loads
-                _, grads = sl.value_and_grad(lambda p: apply(p, i), into=tx)(parts)  # noqa: B023
-                parts, state, _ = o.step(tx, parts, grads, state)
-                after = parts.cache.loads - before
-            assert said is not None and after == said.loads == 2 * count - 1 - min(room, count - 1)
-
-
 def test_a_step_that_reads_otherwise_goes_on_by_demand() -> None:
     """A use that was left out, or that is new, moves the position to the next such use."""
     uses = Uses(["a", "b", "c", "c", "b", "a"])

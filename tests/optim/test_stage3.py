@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import shardlib as sl
-from shardlib.optim.stage3 import BucketReading, Parts, Reading
+from shardlib.optim.stage3 import Parts
 from tests.optim.cases import r
 
 
@@ -107,37 +107,3 @@ def test_a_forward_whose_backward_never_runs_leaves_nothing() -> None:
             sl.value_and_grad(f, into=tx)(tx.shard(params))
         gc.collect()
     assert [x() for x in made] == [None]
-
-
-@pytest.mark.parametrize("policy", ["all", "full"])
-def test_backward_gathers_early_what_it_reads_and_nothing_else(
-    policy: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An embedding, whose rows backward does not read, is gathered once a step."""
-    early: list[bool] = []
-    gather = Reading._in_backward
-
-    def noted(self: Reading, one: BucketReading) -> torch.Tensor:
-        if one not in self.flat:
-            early.append(one in self.coming)
-        return gather(self, one)
-
-    monkeypatch.setattr(Reading, "_in_backward", noted)
-    with sl.simulate(data=2):
-        layers = [torch.nn.Embedding(8, 4), *(torch.nn.Linear(4, 4) for _ in range(6))]
-        apply, params = sl.parallelize(
-            torch.nn.Sequential(*layers), [("*", "...")], inputs={"input": "data ."}, remat=[("*", policy)]
-        )  # fmt: skip
-        parts, i = (
-            sl.optim.zero(sl.optim.sgd(0.5), "data", 3).shard(params),
-            torch.ones(4, 2).long(),
-        )
-        for _ in range(2):
-            early.clear()
-            with sl.trace() as t:
-                sl.value_and_grad(lambda p: apply(p, i).square().mean())(parts)
-            gathers = sum(e.kind == "all_gather" for e in t.events)
-            # the last two layers stay from forward
-            assert gathers == 7 + len(early), gathers
-        # a region that is recomputed reads its embedding again
-        assert early == [True] * (4 + (policy == "full"))
