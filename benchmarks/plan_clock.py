@@ -12,6 +12,7 @@ each, Kendall's tau of the two orders, and the time of the chosen plan over the 
 import argparse
 import os
 import statistics
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from functools import partial
@@ -19,6 +20,7 @@ from itertools import combinations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import shardlib as sl
@@ -28,7 +30,6 @@ from shardlib.planning.joint import placed
 
 __all__ = ["main", "tau"]
 
-Link = sl.planning.Link
 RANKS, CHOSEN = 8, "sl.plan"
 
 BY_HAND: list[tuple[str, dict[str, int]]] = [
@@ -58,22 +59,21 @@ def loss(apply: Any, params: Any, x: Tensor, y: Tensor) -> Any:
     return apply(params, x, y)
 
 
-def measured(seconds: float) -> dict[str, Any]:
-    """Run by every rank: the links of the rig, and this machine's kernels."""
+def measured(path: str) -> None:
+    """Run by every rank: write a cluster with the links of the rig, and this machine's kernels."""
     torch.set_num_threads(1)
-    return asdict(sl.planning.measured(ranks=1, seconds=seconds))
+    found = sl.planning.measured(ranks=1)
+    if dist.get_rank() == 0:
+        found.save(path)
 
 
-def shared(found: Mapping[str, Any], share: float) -> sl.planning.Cluster:
+def shared(found: sl.planning.Cluster, share: float) -> sl.planning.Cluster:
     """Return the cluster of ranks of which so many share a core."""
-    links = {n: Link(**found[n]) for n in ("inside", "between")}
     kernels = {
-        kind: {int(n): rate / share for n, rate in row.items()}
-        for kind, row in found["kernels"].items()
+        kind: {n: rate / share for n, rate in row.items()} for kind, row in found.kernels.items()
     }
-    rates = {n: found[n] / share for n in ("flops", "bandwidth")}
-    whole = sl.planning.Cluster(**{**found, **links, **rates, "kernels": kernels})
-    return replace(whole, memory=8e9, call=share * found["call"])
+    rates = {"flops": found.flops / share, "bandwidth": found.bandwidth / share}
+    return replace(found, **rates, memory=8e9, call=share * found.call, kernels=kernels)
 
 
 def train(
@@ -135,8 +135,10 @@ def main() -> int:
     torch.set_num_threads(1)
     share = max(1.0, RANKS / (os.cpu_count() or 1))
     bar = 1.5
-    found, *_ = rig.run("benchmarks.plan_clock:measured", RANKS, given["rate"], 2.0, disturbed=bar)
-    cluster = shared(found, share)
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "rig.toml")
+        rig.run("benchmarks.plan_clock:measured", RANKS, given["rate"], path, disturbed=bar)
+        cluster = shared(sl.planning.Cluster.load(path), share)
     print(cluster.told(), flush=True)
     gpt, batch = model(given)
     how: dict[str, Any] = {"cluster": cluster, "loss": loss}

@@ -11,6 +11,7 @@ first, and the table's gradient is scattered over them (3D).
 Source: arXiv 1909.08053, section 3; arXiv 2104.05343, section 3.2.3; arXiv 2105.14450.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +28,7 @@ from shardlib.ops.id_bounds import in_range
 from shardlib.ops.signatures import binder
 from shardlib.opspec import Args, Func, Kwargs
 from shardlib.tensor.gradients import real_axes, vary
-from shardlib.tensor.lifting import lift, lifted
+from shardlib.tensor.lifting import lift, lifted, tiles_of
 from shardlib.tensor.place import Place
 from shardlib.tensor.tensor import (
     ShardedTensor,
@@ -114,8 +115,8 @@ def embedding(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     ids, table = given["input"], given["weight"]
     count = table.shape[0]
     padding = _checked(ids, table, count, given)
-    if isinstance(table, ShardedTensor) and table.facts is not None and table.facts.tiles:
-        return _by_tiles(ids, table, padding)
+    if tiles := tiles_of(table):
+        return _by_tiles(ids, tiles, padding)
     table, ids = lifted("embedding", table, ids)
     mesh, of_ids, of_table = table.mesh, ids.place, table.place
     key = of_ids.layout, of_ids.shape, of_table.layout, of_table.shape, of_table.deferred
@@ -138,21 +139,21 @@ def embedding(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     return ShardedTensor(raw, plan.place)
 
 
-def _by_tiles(ids: Any, table: ShardedTensor, padding: int | None) -> Any:
+def _by_tiles(ids: Any, tiles: Sequence[ShardedTensor], padding: int | None) -> Any:
     """Look up ids in one tile of rows after another; each id's row is in one of them."""
-    assert table.facts is not None, "it has tiles"
-    count, first = table.shape[0], 0
+    mesh, count, first = tiles[0].mesh, sum(t.shape[0] for t in tiles), 0
     out: Any = None
-    ids = lift(ids, table.mesh, "embedding")
+    ids = lift(ids, mesh, "embedding")
     in_range(ids.raw, count, "embedding", "id")
-    ways = table.mesh.axis_size(tuple(table.dims[0].axes))
+    ways = mesh.axis_size(tuple(tiles[0].dims[0].axes))
     rows = count // ways
-    for tile in table.facts.tiles:
+    block, inside = ids // rows, ids % rows
+    for tile in tiles:
         # a tile has these rows of each block of the table
         n = tile.shape[0] // ways
-        row = ids % rows - first
+        row = inside - first
         outside = (row < 0) | (row >= n)
-        at = (ids // rows * n + row).masked_fill(outside, 0)
+        at = (block * n + row).masked_fill(outside, 0)
         none = None
         if padding is not None and 0 <= padding % rows - first < n:
             none = padding // rows * n + padding % rows - first

@@ -41,7 +41,7 @@ from shardlib.dtypes import wider
 from shardlib.errors import ShardError
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh, bind, rank_along
-from shardlib.optim.tiles import joined_block, joined_place, joined_shape
+from shardlib.optim.tiles import joined, joined_block, joined_place, joined_shape
 from shardlib.placing import reshard, shard, whole_of
 from shardlib.tensor import Facts, Place, ShardedTensor
 
@@ -526,25 +526,11 @@ class Buckets(dict[str, Any]):
                 value = ShardedTensor.when_read(at, x.dtype, x.device, Facts(read))
                 if since is None:
                     value = ShardedTensor(value.raw, at)
-                out.update((i, (self.index.items[i].path, value)) for i in slot.leaves)
+                own = ((i, self.index.items[i]) for i in slot.leaves)
+                out.update((i, (of.path, of.first, value)) for i, of in own)
             if since is None:
                 held.clear()
-        return self._joined({i: out[i] for i in sorted(out)})
-
-    def _joined(self, found: Mapping[int, tuple[str, ShardedTensor]]) -> list[tuple[str, Any]]:
-        """Join the tiles of parameters; each is one value again."""
-        out, tiles = dict[str, Any](), dict[str, list[ShardedTensor]]()
-        for i, (path, x) in found.items():
-            out[path] = x
-            if self.index.items[i].first is not None:
-                tiles.setdefault(path, []).append(x)
-        for path, rows in tiles.items():
-            place = joined_place(rows)
-            facts = Facts(partial(joined_block, rows))
-            out[path] = ShardedTensor.when_read(place, rows[0].dtype, rows[0].device, facts)
-            if all(x.is_stored for x in rows):
-                out[path] = ShardedTensor(out[path].raw, place)
-        return list(out.items())
+        return list(joined((out[i] for i in sorted(out)), _table).items())
 
     def with_values(self, values: Mapping[str, Tensor]) -> "Buckets":
         """Return a copy with the numbers of each path replaced; what lies in a tier is overwritten."""
@@ -597,6 +583,15 @@ class Buckets(dict[str, Any]):
 
     def __reduce__(self) -> Any:
         return type(self), (dict(self), self.index, self.mesh)
+
+
+def _table(path: str, tiles: Sequence[ShardedTensor]) -> ShardedTensor:
+    """Return the value of a table from its tiles."""
+    place = joined_place(tiles)
+    if all(x.is_stored for x in tiles):
+        return ShardedTensor(joined_block(tiles), place)
+    facts = Facts(partial(joined_block, tiles))
+    return ShardedTensor.when_read(place, tiles[0].dtype, tiles[0].device, facts)
 
 
 def _tile(x: ShardedTensor, item: Item) -> ShardedTensor:

@@ -41,14 +41,7 @@ from shardlib.optim.buckets import (
     parts_of,
     pytree_node,
 )
-from shardlib.optim.index import (
-    IndexCache,
-    Indexed,
-    ZeroSettings,
-    changed,
-    index_of,
-    same_index,
-)
+from shardlib.optim.index import IndexCache, Indexed, ZeroSettings, changed, index_of, same_index
 from shardlib.optim.norms import run_measured
 from shardlib.optim.precision import with_master
 from shardlib.optim.tiles import first_word

@@ -12,7 +12,7 @@ Source: Ren et al., arXiv 2101.06840, section 4 (the update on the host); Fang e
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, Literal
@@ -31,7 +31,7 @@ from shardlib.optim.stage3 import (
     Reading,
 )
 from shardlib.optim.tiered_room import TieredRoom
-from shardlib.optim.tiles import joined_place
+from shardlib.optim.tiles import joined, joined_place
 from shardlib.tensor import Facts, ShardedTensor
 from shardlib.tensor.place import Place
 from shardlib.tiers.ledger import Ledger, tier_bytes
@@ -326,18 +326,14 @@ class ChunkReading(Reading):
 
     def values(self) -> dict[str, ShardedTensor]:
         """Map each path to a value without a block; one that is cut has the values of its tiles."""
-        out, tiles = dict[str, ShardedTensor](), dict[str, dict[int, ShardedTensor]]()
-        for item, x in self._values():
-            out[item.path] = x
-            if item.first is not None:
-                tiles.setdefault(item.path, {})[item.first] = x
-        for path, found in tiles.items():
-            rows = tuple(found[at] for at in sorted(found))
-            facts = Facts(partial(self._refuse_whole, path), grad=rows[0].requires_grad)
-            facts.tiles = rows
-            how = rows[0].dtype, rows[0].device, facts
-            out[path] = ShardedTensor.when_read(joined_place(rows), *how)
-        return out
+        found = ((item.path, item.first, x) for item, x in self._values())
+        return joined(found, self._table)
+
+    def _table(self, path: str, tiles: Sequence[ShardedTensor]) -> ShardedTensor:
+        facts = Facts(partial(self._refuse_whole, path), grad=tiles[0].requires_grad)
+        facts.tiles = tuple(tiles)
+        how = tiles[0].dtype, tiles[0].device, facts
+        return ShardedTensor.when_read(joined_place(tiles), *how)
 
     def _refuse_whole(self, path: str) -> Tensor:
         raise Unsupported(

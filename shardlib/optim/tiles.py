@@ -4,7 +4,7 @@ A tile has the same rows of each rank's block of the table, and is a parameter o
 transforms of elements.  A lookup reads one tile after another, and so does a product with the table.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -66,6 +66,24 @@ def first_word(group: object) -> object:
 
 def _renamed(group: Any, name: str) -> Any:
     return (_renamed(group[0], name), *group[1:]) if isinstance(group, tuple) else name
+
+
+def joined(
+    found: Iterable[tuple[str, int | None, ShardedTensor]],
+    join: Callable[[str, Sequence[ShardedTensor]], ShardedTensor],
+) -> dict[str, ShardedTensor]:
+    """Map paths to values: tiles of a table are one, which ``join`` makes of its path and of them.
+
+    ``found``  path, first row of a tile or None, and value of each.
+    """
+    out, tiles = dict[str, ShardedTensor](), dict[str, dict[int, ShardedTensor]]()
+    for path, first, x in found:
+        out[path] = x
+        if first is not None:
+            tiles.setdefault(path, {})[first] = x
+    for path, some in tiles.items():
+        out[path] = join(path, [some[first] for first in sorted(some)])
+    return out
 
 
 def joined_shape(tiles: Iterable[Sequence[int]]) -> tuple[int, ...]:

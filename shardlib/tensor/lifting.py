@@ -136,6 +136,11 @@ def leaf_of(x: ShardedTensor) -> Tensor:
     return x.raw if leaf is None else leaf()
 
 
+def tiles_of(x: object) -> tuple[ShardedTensor, ...]:
+    """Return the values of the rows of a table that is read one tile after another; else none."""
+    return x.facts.tiles if isinstance(x, ShardedTensor) and x.facts is not None else ()
+
+
 def leaf_block(raw: Tensor) -> Tensor:
     """Note that a leaf of autograd's is the block of a value."""
     raw.shardlib_block = True

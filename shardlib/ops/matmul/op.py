@@ -32,7 +32,7 @@ from shardlib.optional import unless_none
 from shardlib.placing import reshard
 from shardlib.tensor.grad_coalescing import together_of
 from shardlib.tensor.gradients import made_of, real_axes, total, vary
-from shardlib.tensor.lifting import lift, lifted
+from shardlib.tensor.lifting import lift, lifted, tiles_of
 from shardlib.tensor.place import Place
 from shardlib.tensor.tensor import (
     ShardedTensor,
@@ -152,8 +152,8 @@ def linear(func: Func, args: Args, kwargs: Kwargs) -> Any:
         raise BadArgument("the bias has another dtype than the tensor", op="linear",
                           operands={"x": typeof(x), "bias": typeof(bias)})  # fmt: skip
     _check_bias(x, w, bias)
-    if type(w) is ShardedTensor and w.facts is not None and w.facts.tiles:
-        out = _by_tiles(x, w.facts.tiles)
+    if tiles := tiles_of(w):
+        out = _by_tiles(x, tiles)
     elif x.ndim < 2:
         out = contract(product_of, "...k,ok->...o", x, w)
     else:
