@@ -493,7 +493,7 @@ class GradientSums:
         """Return a gradient in a dtype, in the memory tier in which it is."""
         if not getattr(self.params, "in_tiers", False) or (g.dtype == dtype and not copy):
             return g.to(dtype, copy=copy)
-        return self.params.cache.gradient_row(g.shape, dtype).copy_(g)
+        return self.params.cache.gradients.take(g.shape, dtype).copy_(g)
 
     def takes(self, i: int) -> bool:
         """Check whether a leaf's gradient may come after backward, see ``Together``."""

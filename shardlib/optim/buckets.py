@@ -712,6 +712,7 @@ class Memory:
 class Room:
     """Memory shared by all readings of one index, and records of its use.
 
+    ``memory``    a pool of vectors, with ``take`` and ``give``.
     ``order``     the buckets in the order in which the last forward read them.
     ``flying``    callbacks that wait for gradient sums in transit.
     ``recorded``  whether the order of gradients is known.
@@ -721,7 +722,7 @@ class Room:
     """
 
     def __init__(self) -> None:
-        self.memory = Memory()
+        self.memory: Any = Memory()
         self.order: list[str] = []
         self.buffers: list[Tensor] = []
         self.flying: list[Callable[[], object]] = []

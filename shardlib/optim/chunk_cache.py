@@ -22,21 +22,12 @@ from shardlib.errors import ShardError
 from shardlib.mesh import Mesh
 from shardlib.optim.buckets import Bucket, Index
 from shardlib.optim.norms import over_ranks
-from shardlib.tiers.activations import HostActivations
-from shardlib.tiers.buffers import Buffers
+from shardlib.optim.tiered_room import Movers, TieredRoom
 from shardlib.tiers.depth import Times
 from shardlib.tiers.ledger import Ledger
-from shardlib.tiers.mover import Mover, Ticket
+from shardlib.tiers.mover import Ticket
 from shardlib.tiers.rows import RowStore, TierRow
 from shardlib.tiers.schedule import TRANSITIONS, State, Uses, moves
-
-
-class Movers(NamedTuple):
-    """The movers of one device: to it, from it, and updates on the host."""
-
-    loads: Mover
-    gradients: Mover
-    updates: Mover
 
 
 class DueUpdate(NamedTuple):
@@ -62,36 +53,30 @@ class _Copy(NamedTuple):
     versions: dict[str, int]
 
 
-class ChunkCache:
+class ChunkCache(TieredRoom):
     """Device copies of the chunks of one model's parameters.
 
     ``chunks``   chunk -> its buckets.
     ``rows``     bucket -> its part; ``store`` has these rows and those of the state.
     ``updates``  chunk -> the job of its last update on the host, or which sends what the device has
                  updated.
-    ``here``     whether chunks are updated on the device, where they then stay valid: ``due`` chunk
-                 -> its update, which runs when it is read; ``brought``  what of it is there already.
+    ``due``      chunk -> its update on the device, which runs when it is read; it then stays valid.
+    ``brought``  what of such updates is there already.
     ``loads``    chunks loaded so far.
     ``ahead``    whether the next block is gathered while one is computed, and a gradient may be on
                  its way to the host while the next one is made: there are bytes for both.
     """
 
     def __init__(
-        self,
-        index: Index,
-        mesh: Mesh,
-        ledger: Ledger,
-        movers: Movers,
-        depth: int | None,
-        device: torch.device,
+        self, index: Index, mesh: Mesh, ledger: Ledger, movers: Movers, depth: int | None,
         here: bool = False,
-    ) -> None:
-        # not the index, whose room refers to this: memory is freed without the collector
-        self.mesh, self.ledger, self.movers = mesh, ledger, movers
-        self.device, self.asked, self.here = device, depth, here
+    ) -> None:  # fmt: skip
+        device = mesh.device
+        super().__init__(ledger, movers, device, len(played(mesh)), here)
+        # not the index, whose room this is: memory is freed without the collector
+        self.mesh, self.asked = mesh, depth
         self.depth = 2 if depth is None else depth
         self.times = Times(device if movers.loads.stream is not None else None, depth is None)
-        self.shares = len(played(mesh))
         self.chunk_of: dict[str, str] = {}
         self.block_of: dict[str, str] = {}
         self.chunks: dict[str, list[Bucket]] = {}
@@ -106,9 +91,6 @@ class ChunkCache:
         self.store = RowStore(ledger, device, self.shares)
         # what stands for a row in a graph: no memory
         self.standing = {b.name: torch.empty((), dtype=b.dtype, device=device) for b in index}
-        kinds = "parameters", "state", "gradients"
-        self.pools = [Buffers(ledger, "device", kind, device, self.shares) for kind in kinds]
-        self.parts, self.states_here, self.gradients_here = self.pools
         self.state_bytes: dict[str, int] = {}
         # the least budget without tiles of rows
         self.whole = 0
@@ -121,13 +103,7 @@ class ChunkCache:
         self.sending: list[Ticket] = []
         # what follows the last update of a step
         self.finish: Callable[[], object] | None = None
-        self.gradients = Buffers(ledger, "host", "gradients", device, self.shares)
-        ways = movers.gradients, movers.loads
-        self.activations = HostActivations(ledger, device, self.shares, *ways)
-        self.activations.spare_host = partial(_trim, self.gradients)
-        # frees bytes of the device for a chunk: the room's, which refers to this
-        self.spared: Callable[[], Callable[[int], object] | None] = lambda: None
-        self.states: dict[str, State] = {}
+        self.phases: dict[str, State] = {}
         self.copies: dict[str, _Copy] = {}
         self.updates: dict[str, Ticket] = {}
         # until a step has been recorded, blocks are read in module order
@@ -141,9 +117,7 @@ class ChunkCache:
         # the chunks in use: those of one block
         self.used: dict[str, None] = {}
         self.steps = self.loads = 0
-        # takes each bucket's gradient when it is sent, where chunks are updated in backward
-        self.eager: Callable[[str, Ticket | None, Tensor], None] | None = None
-        self.room, self.ahead = 1 << 62, True
+        self.most, self.ahead = 1 << 62, True
 
     @property
     def _stale(self) -> frozenset[str]:
@@ -183,12 +157,12 @@ class ChunkCache:
         if budget is None:
             return
         beside = sum(gathered[:2]) + sum(gradients[:2]) + sum(updates[:2])
-        self.room = budget - beside
-        if self.room >= sum(parts[: self.waits]):
+        self.most = budget - beside
+        if self.most >= sum(parts[: self.waits]):
             return
         self.waits = 1
         beside = gathered[0] + gradients[0] + updates[0]
-        self.room, self.ahead = budget - beside, False
+        self.most, self.ahead = budget - beside, False
         least = beside + parts[0]
         if budget < least:
             also = f", its update {updates[0]:,}" * self.here
@@ -234,7 +208,7 @@ class ChunkCache:
     def _await(self, chunk: str) -> None:
         """Keep what backward reads until it is updated, and update what has waited for one block."""
         # the last block of forward is still gathered, and not read again
-        last = [c for c in self.used if self.states[c] == "used"]
+        last = [c for c in self.used if self.phases[c] == "used"]
         self.coming |= {c: None for c in (*last, chunk) if c in self.trained}
         ready = [c for c in self.coming if c in self.due]
         for other in ready[: max(len(self.coming) - self.waits, 0)]:
@@ -245,7 +219,7 @@ class ChunkCache:
         if chunk in self.copies and not self._is_valid(chunk):
             self.used.pop(chunk, None)
             self._drop(chunk)
-        how = self.copies, self.sizes, self.room, self.depth
+        how = self.copies, self.sizes, self.most, self.depth
         # what is updated soon stays where there are bytes, and what was used where no block is computed
         stays = {*self.used, *self.brought, *self.coming}, self.used, ()
         tries = (moves(self.uses, self.at, chunk, *how, some) for some in stays)
@@ -265,20 +239,20 @@ class ChunkCache:
     def release(self) -> None:
         """End the use of all chunks."""
         for chunk in self.used:
-            if self.states.get(chunk) == "used":
+            if self.phases.get(chunk) == "used":
                 self._event(chunk, "release")
         self.used.clear()
 
     def _fits(self, chunk: str) -> bool:
         """Return whether a chunk may be loaded early without dropping what is needed sooner."""
-        unused = sum(pool.unused for pool in self.pools)
+        unused = sum(pool.unused for pool in (self.parts, self.states, self.memory))
         return self.sizes[chunk] <= self.ledger.left("device") + unused
 
     def _is_valid(self, chunk: str) -> bool:
         copy = self.copies.get(chunk)
         if copy is None:
             return False
-        if self.states[chunk] == "storing":
+        if self.phases[chunk] == "storing":
             # nobody else has changed its rows
             return True
         self._loaded(chunk)
@@ -287,8 +261,7 @@ class ChunkCache:
     def _load(self, chunk: str) -> None:
         self._event(chunk, "load")
         names = [b.name for b in self.chunks[chunk]]
-        spare = self.spared()
-        parts = {n: self.parts.take(self.rows[n].shape, self.rows[n].dtype, spare) for n in names}
+        parts = {n: self.parts.take(self.rows[n].shape, self.rows[n].dtype) for n in names}
         versions: dict[str, int] = {}
         after = list(filter(None, [self.updates.get(chunk)]))
         rows = {n: self.rows[n] for n in names}
@@ -303,10 +276,10 @@ class ChunkCache:
 
     def _loaded(self, chunk: str) -> None:
         """Wait for what is under way between a copy and its rows."""
-        if self.states.get(chunk) == "loading":
+        if self.phases.get(chunk) == "loading":
             self.copies[chunk].ticket.wait()
             self._event(chunk, "loaded")
-        elif self.states.get(chunk) == "storing":
+        elif self.phases.get(chunk) == "storing":
             self.updates[chunk].wait()
             versions = self.copies[chunk].versions
             versions.update((n, self.rows[n].version) for n in versions)
@@ -317,43 +290,46 @@ class ChunkCache:
             # it was dropped for other bytes meanwhile
             return
         self._loaded(chunk)
-        if self.states[chunk] == "used":
+        if self.phases[chunk] == "used":
             self._event(chunk, "release")
         self._event(chunk, "drop")
         del self.copies[chunk]
 
     def _event(self, chunk: str, event: str) -> None:
-        self.states[chunk] = TRANSITIONS[self.states.get(chunk, "absent"), event]
+        self.phases[chunk] = TRANSITIONS[self.phases.get(chunk, "absent"), event]
 
-    def spare(self, nbytes: int, all_of_it: bool = False) -> None:
-        """Drop chunks until the device tier has so many bytes left; they get less room from now on.
+    def spare(self, nbytes: int) -> None:
+        """Free bytes of the device tier: after all else, of this model's chunks."""
+        self.land(0)
+        super().spare(nbytes)
+        self._drop_until(nbytes)
 
-        ``all_of_it``  also those in use, for now: another model is computed.
-        """
-        if all_of_it:
-            self.release()
-            # it is brought again
-            self.brought.clear()
-            self.trim()
-        room = self.room
+    def give_way(self, nbytes: int) -> None:
+        """Free bytes for another model, also of chunks in use."""
+        self.release()
+        # it is brought again
+        self.brought.clear()
+        self.ledger.trim("device")
+        most = self.most
+        self._drop_until(nbytes)
+        self.most = most
+
+    def _drop_until(self, nbytes: int) -> None:
+        """Drop chunks until so many bytes are left; they may take fewer from now on."""
         rows = [(self.uses.after(c, self.at), c) for c in self.copies if c not in self.used]
         for _, chunk in sorted(rows, reverse=True):
             if nbytes <= self.ledger.left("device"):
                 break
             self._drop(chunk)
             self.parts.trim()
-            self.room = max(sum(self.sizes[c] for c in self.copies), self.largest)
-        if all_of_it:
-            self.room = room
+            self.most = max(sum(self.sizes[c] for c in self.copies), self.largest)
 
-    def gradient_row(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return host memory for a gradient, which the ledger has while a tensor refers to it."""
-        return self.gradients.take(shape, dtype, partial(_trim, self.activations.rows))
-
-    def trim(self) -> None:
-        """Free the buffers that no tensor refers to."""
-        for pool in self.pools:
-            pool.trim()
+    def forget(self) -> None:
+        """Drop what a backward that raised has left."""
+        super().forget()
+        if self.eager is not None:
+            for some in (self.due, self.brought, self.coming):
+                some.clear()
 
     # ------------------------------------------------------------ updates on the device
 
@@ -365,8 +341,8 @@ class ChunkCache:
         mine = [self.rows[b.name] for b in self.chunks[chunk]]
         rows, found = dict[TierRow, Tensor](), dict[TierRow, Tensor]()
         for row in (r for r in self.due[chunk].rows if r not in mine):
-            pool = self.states_here if row.key else self.gradients_here
-            rows[row] = pool.take(row.shape, row.dtype, self.spared())
+            pool = self.states if row.key else self.memory
+            rows[row] = pool.take(row.shape, row.dtype)
         # the host's buffers of rows on the disk are for one chunk
         after = self.sending[-1:] if self.store.away else []
         job = partial(self.store.bring, rows, mine, found)
@@ -376,7 +352,7 @@ class ChunkCache:
     def update(self, chunk: str) -> Any:
         """Update a chunk on the device, and post the copies of its rows to the host."""
         stays = chunk in self.used
-        if self.states.get(chunk) != "used" or not self._is_valid(chunk):
+        if self.phases.get(chunk) != "used" or not self._is_valid(chunk):
             self._place(chunk)
         self.bring(chunk)
         self.coming.pop(chunk, None)
@@ -391,7 +367,7 @@ class ChunkCache:
         sent = self.movers.gradients.submit(partial(self.store.send, changed, found), nbytes)
         self._event(chunk, "store")
         for row, x in changed.items():
-            pool = self.parts if row in mine else self.states_here
+            pool = self.parts if row in mine else self.states
             pool.until(x, sent)
         if not stays:
             self.used.pop(chunk)
@@ -413,7 +389,7 @@ class ChunkCache:
         """Wait for the update of a chunk."""
         if chunk in self.due:
             self.update(chunk)
-        if self.states.get(chunk) == "storing":
+        if self.phases.get(chunk) == "storing":
             self._loaded(chunk)
         if chunk in self.updates:
             self.updates[chunk].on_host()
@@ -474,10 +450,6 @@ def _gradient_bytes(bucket: Bucket) -> int:
         return part_bytes(bucket)
     middle = bucket.length * (len(bucket.hops) > 1)
     return (2 * bucket.length + middle) * bucket.dtype.itemsize + part_bytes(bucket)
-
-
-def _trim(pool: Buffers, nbytes: int) -> None:
-    pool.trim()
 
 
 @torch.no_grad()

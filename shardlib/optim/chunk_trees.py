@@ -100,7 +100,7 @@ def copied_to(cache: ChunkCache, x: ShardedTensor) -> Tensor:
     """Return a copy in host memory, or on the device; where a CPU is both, they are not the same."""
     row = x.raw
     if cache.here:
-        return cache.states_here.take(row.shape, row.dtype, cache.spared()).copy_(row)
+        return cache.states.take(row.shape, row.dtype).copy_(row)
     return host_memory(row.numel(), row.dtype, row.device)[0].view(row.shape).copy_(row)
 
 

@@ -23,14 +23,14 @@ from torch import Tensor
 from shardlib._compat import backward_now
 from shardlib.errors import ShardError, Unsupported
 from shardlib.optim.buckets import Bucket, Index, pytree_node
-from shardlib.optim.chunk_cache import ChunkCache, Movers
+from shardlib.optim.chunk_cache import ChunkCache
 from shardlib.optim.stage3 import (
     BucketReading,
     Gradient,
     Parts,
     Reading,
 )
-from shardlib.optim.tiered_room import TieredRoom
+from shardlib.optim.tiered_room import Movers
 from shardlib.optim.tiles import joined, joined_place
 from shardlib.tensor import Facts, ShardedTensor
 from shardlib.tensor.place import Place
@@ -172,7 +172,7 @@ class TieredParts(Parts):
     def cache(self) -> ChunkCache:
         """The device cache of these parameters."""
         room: Any = self.index.room
-        return room.cache
+        return room
 
     def _new_reading(self) -> Reading:
         return TieredReading(self, self.cache)
@@ -187,7 +187,7 @@ class TieredParts(Parts):
 
 def parts_in(cache: ChunkCache, index: Index, asks: Mapping[str, bool]) -> TieredParts:
     """Return the parameters whose rows a cache has."""
-    index.__dict__["room"] = TieredRoom(cache)
+    index.__dict__["room"] = cache
     rows = ((b, cache.rows[b.name]) for b in index)
     values = {
         b.name: valued(cache, b.name, row, b.place(cache.mesh), asks[b.name]) for b, row in rows
@@ -218,36 +218,35 @@ def row_of(x: ShardedTensor) -> TierRow | None:
 class TieredGradient(Gradient):
     """The gradient of a bucket, which is sent to a row of the host when it is reduced."""
 
-    def __init__(self, cache: ChunkCache, room: TieredRoom, *of: Any) -> None:
+    def __init__(self, cache: ChunkCache, *of: Any) -> None:
         super().__init__(*of)
-        self.cache, self.room = cache, room
+        self.cache = cache
         self.away: Tensor | None = None
 
     def add(self, grads: tuple[Tensor | None, ...]) -> None:
         """Add the gradients of one gather."""
         away, self.away = self.away, None
         if self.flat is None:
-            self.room.settle(int(self.cache.ahead))
+            self.cache.settle(int(self.cache.ahead))
             if away is not None and self.task == backward_now():
                 self.flat = self._memory(self.bucket.length)
                 self.cache.movers.loads.submit(partial(copied, [(self.flat, away)])).wait()
-        if self in self.room.partial:
-            self.room.partial.remove(self)
+        if self in self.cache.partial:
+            self.cache.partial.remove(self)
         super().add(grads)
-        self.room.partial.append(self)
+        self.cache.partial.append(self)
 
     def leave(self) -> None:
         """Send what was added so far to the host, until more is added."""
         assert self.flat is not None
-        self.away = self.cache.gradient_row(self.flat.shape, self.flat.dtype)
+        self.away = self.cache.gradients.take(self.flat.shape, self.flat.dtype)
         self.cache.movers.gradients.submit(partial(copied, [(self.away, self.flat)])).wait()
-        self.room.memory.give(self.flat)
         self.flat = None
 
     def post(self) -> Any:
         """Post the reduction and the copy to the host; return the wait for the row."""
-        if self in self.room.partial:
-            self.room.partial.remove(self)
+        if self in self.cache.partial:
+            self.cache.partial.remove(self)
         finish: Any = super().post()
         if finish is None:
             return None
@@ -255,7 +254,7 @@ class TieredGradient(Gradient):
         there = cache.here and cache.eager is not None
         if not self.bucket.hops or (there and not cache.ahead):
             # nothing is summed, or no other block's is made before it is used: it is sent at once
-            self.room.flying.remove(finish)
+            self.cache.flying.remove(finish)
             finish()
 
         def arrived() -> Tensor:
@@ -267,7 +266,7 @@ class TieredGradient(Gradient):
         return arrived
 
     def _landed(self, out: Tensor) -> Any:
-        return self.room.send(self.bucket.name, out)
+        return self.cache.send(self.bucket.name, out)
 
     def returned(self, finish: Any) -> Tensor:
         """Refuse to return a row of the host to autograd."""
@@ -288,7 +287,6 @@ class TieredBucket(BucketReading):
         # of a frozen value, which is read as it is
         self.given = params[bucket.name].facts
         self.cache, self.steps = params.cache, params.cache.steps
-        self.room: Any = params.index.room
         # what is not gathered is dropped too
         self.block = self.cache.block_of[self.cache.chunk_of[bucket.name]]
         ours = self.cache.standing[bucket.name].untyped_storage()._cdata
@@ -314,7 +312,7 @@ class TieredBucket(BucketReading):
         return same and not self.is_changed
 
     def _new_gradient(self) -> Gradient:
-        return TieredGradient(self.cache, self.room, self.index, self.bucket, self.mesh, self.part)
+        return TieredGradient(self.cache, self.index, self.bucket, self.mesh, self.part)
 
 
 class ChunkReading(Reading):
@@ -388,12 +386,10 @@ class TieredReading(ChunkReading):
 
     def _forget_backward(self) -> None:
         super()._forget_backward()
-        room: Any = self.room
-        room.forget()
+        self.cache.forget()
 
     def end_backward(self) -> None:
         """End backward: drop all gathered buckets, and wait for gradients on their way."""
         super().end_backward()
         self.cache.activations.settle()
-        room: Any = self.room
-        room.settle(0)
+        self.cache.settle(0)

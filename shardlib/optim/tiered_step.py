@@ -23,7 +23,7 @@ from shardlib.collectives import holds_values, spans_processes, storage_shape
 from shardlib.dtypes import wider
 from shardlib.errors import ShardError, Unsupported
 from shardlib.mesh import Mesh, rank_along, within
-from shardlib.optim.buckets import Bucket, Buckets, Index, Memory, State, Tree, fill_slots
+from shardlib.optim.buckets import Bucket, Buckets, Index, State, Tree, fill_slots
 from shardlib.optim.chunk_cache import ChunkCache, DueUpdate, block_of, part_bytes
 from shardlib.optim.chunk_trees import (
     by_chunk,
@@ -49,10 +49,11 @@ from shardlib.optim.norms import global_norm, run_measured
 from shardlib.optim.precision import with_master
 from shardlib.optim.stage3 import Parts, SplitParameters, matched, trained
 from shardlib.optim.tiered import TieredParts, Tiers, parts_in, valued
-from shardlib.optim.tiered_room import ExactMemory
 from shardlib.optim.tiles import BETWEEN
 from shardlib.optim.transform import Step, Transform
 from shardlib.tensor import ShardedTensor
+from shardlib.tiers.buffers import Buffers
+from shardlib.tiers.ledger import Ledger
 from shardlib.tiers.mover import Ticket
 from shardlib.tiers.rows import RowSize, TierRow
 
@@ -101,11 +102,12 @@ class TieredParameters(SplitParameters):
     def __init__(self, how: ZeroSettings, tiers: Tiers) -> None:
         super().__init__(how)
         self.tiers = tiers
-        self.inner = self._with_master(ExactMemory())
+        host = Buffers(Ledger(host=None), "host", "buffers", torch.device("cpu"))
+        self.inner = self._with_master(host)
         # structure of a state -> chunk -> the numbers that its update changes; None: not one by one
         self.split: dict[Any, dict[str, frozenset[Any]] | None] = {}
 
-    def _with_master(self, memory: Memory) -> Transform:
+    def _with_master(self, memory: Any) -> Transform:
         return with_master(self.how.tx, self.how.master, self.how.axes, memory)
 
     def alone(self) -> None:
@@ -148,7 +150,7 @@ class TieredParameters(SplitParameters):
         index = replace(found.where, buckets=_cut(found.where, found.mesh))
         device = found.mesh.device
         movers = self.tiers.movers(device)
-        how = movers, self.tiers.depth, device, self.tiers.update == "device"
+        how = movers, self.tiers.depth, self.tiers.update == "device"
         return found, asks, index, ChunkCache(index, found.mesh, self.tiers.ledger, *how)
 
     def _open_disk(self, cache: ChunkCache, index: Index, asks: Mapping[str, bool]) -> None:
@@ -323,25 +325,19 @@ class TieredParameters(SplitParameters):
         return numbered(after, state)
 
     def _due(
-        self, cache: ChunkCache, norms: GlobalNorms, trees: Any, step: Step, lent: Sequence[Tensor] = ()
-    ) -> None:  # fmt: skip
-        """Have a chunk updated on the device when it is read.
-
-        ``lent``  its gradients, where they are there already, to give back; else they are brought.
-        """
+        self, cache: ChunkCache, norms: GlobalNorms, trees: Any, step: Step, there: bool = False
+    ) -> None:
+        """Have a chunk updated on the device when it is read; ``there``: its gradients are already."""
         given, *others = trees
-        memory = others[-1].index.room.memory
-        if not lent:
+        if not there:
             rows = {n: TierRow("", x.raw, x.raw) for n, x in given.items()}
             given = given.like({n: valued(cache, n, rows[n], x.place) for n, x in given.items()})
         trees = given, *others
-        inner, context = self._with_master(memory), copy_context()
+        inner, context = self._with_master(cache.memory), copy_context()
 
-        def run(there: Mapping[TierRow, Tensor]) -> Any:
+        def run(memory: Mapping[TierRow, Tensor]) -> Any:
             with torch.no_grad():
-                after = context.run(self._run, inner, norms, opened(trees, there), step)
-            memory.give(*lent)
-            return after
+                return context.run(self._run, inner, norms, opened(trees, memory), step)
 
         rows = rows_of(trees)
         cache.due[cache.chunk_of[next(iter(given))]] = DueUpdate(rows, run)
@@ -388,14 +384,14 @@ class TieredParameters(SplitParameters):
             return None
         if tree not in self.split:
             cache.release()
-            room, found = cache.room, dict[str, frozenset[Any]]()
+            most, found = cache.most, dict[str, frozenset[Any]]()
             chunks = by_chunk(cache, params)
             for names in chunks:
                 some = self._stands_alone(cache, names, params, state)
                 if some is not None:
                     found[cache.chunk_of[names[0]]] = some
             self.split[tree] = found if len(found) == len(chunks) else None
-            cache.room = room
+            cache.most = most
         return self.split[tree]
 
     def _stands_alone(
@@ -411,7 +407,7 @@ class TieredParameters(SplitParameters):
             g.raw.zero_()
         norms, inner = GlobalNorms(None), self.inner
         if cache.here:
-            inner = self._with_master(params.index.room.memory)
+            inner = self._with_master(cache.memory)
         try:
             after = self._run(inner, norms, trees, Step())
         except ShardError:
@@ -487,7 +483,7 @@ class EagerUpdates:
             filled = replace(self.begun)
         if cache.here:
             self._update_here(0)
-            by._due(cache, self.norms, trees, filled, [row for _, row in given.values()])
+            by._due(cache, self.norms, trees, filled, there=True)
             # while the next block's gradient is made
             self._update_here(int(cache.ahead))
             return
@@ -512,10 +508,10 @@ class EagerUpdates:
         for name in [n for some in self.missing.values() for n in some]:
             like = cache.rows[name].shape, self.params[name].dtype
             if cache.here:
-                self.take(name, None, cache.gradients_here.take(*like, cache.spared()).zero_())
+                self.take(name, None, cache.memory.take(*like).zero_())
             else:
                 nothing = cache.movers.gradients.submit(lambda: None)
-                self.take(name, nothing, cache.gradient_row(*like).zero_())
+                self.take(name, nothing, cache.gradients.take(*like).zero_())
         self._update_here(0)
         told = leading(self.tickets, self.splits)
         self.found.update({c: self.tickets[c].on_host() for c in told})
@@ -531,7 +527,7 @@ def _on_host(cache: ChunkCache, grads: Buckets) -> Buckets:
     host, found = torch.device("cpu"), dict(grads)
     for name, g in grads.items():
         if g.device != host:
-            row = cache.gradient_row(g.raw.shape, g.dtype).copy_(g.raw)
+            row = cache.gradients.take(g.raw.shape, g.dtype).copy_(g.raw)
             found[name] = ShardedTensor(row, g.place)
     return Buckets(found, grads.index, grads.mesh)
 

@@ -300,8 +300,8 @@ def _in_tiers(
     """
     cache, times = params.cache, count or 1
     uses = Uses(call.order, cache.uses.stale)
-    how = uses, cache.sizes, cache.room, cache.depth
-    room = min(cache.room, sum(cache.sizes.values()))
+    how = uses, cache.sizes, cache.most, cache.depth
+    room = min(cache.most, sum(cache.sizes.values()))
     loads = scheduled_loads(*how) or []
     loaded, gradients = (sum(cache.sizes[c] for c in some) for some in (loads, cache.trained))
     moved = int(found.work.saved), int(found.work.fetched)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shardlib.errors import ShardError
 from shardlib.memory_sharing import SavedTensor, one_storage
-from shardlib.tiers.buffers import Buffers
+from shardlib.tiers.buffers import Buffers, Spare
 from shardlib.tiers.ledger import Ledger
 from shardlib.tiers.mover import Mover, Ticket, copied
 
@@ -35,18 +35,16 @@ class HostActivations:
     """
 
     def __init__(
-        self, ledger: Ledger, device: torch.device, shares: int, down: Any = None, up: Any = None
-    ) -> None:
+        self, ledger: Ledger, device: torch.device, shares: int, down: Any = None, up: Any = None,
+        spare: Spare = lambda: None,
+    ) -> None:  # fmt: skip
         self.ledger, self.shares = ledger, shares
         self.down: Mover = down
         self.up: Mover = up
         # of the budget, where a part of it is theirs alone
         self.fixed: int | None = None
         self.rows = Buffers(ledger, "host", "activations", device, shares)
-        self.copies = Buffers(ledger, "device", "activations", device, shares)
-        # each returns what frees bytes of its tier
-        self.spare_host: Callable[[int], object] | None = None
-        self.spared: Callable[[], Callable[[int], object] | None] = lambda: None
+        self.copies = Buffers(ledger, "device", "activations", device, shares, spare)
         self.saved = self.fetched = self.missing = 0
         self.leaving: list[SavedActivation] = []
         self.last: Callable[[], SavedActivation | None] = lambda: None
@@ -78,7 +76,7 @@ class HostActivations:
     def _send(self, one: "SavedActivation", x: Tensor) -> None:
         with suppress(ShardError):
             if not self.missing:
-                one.row = self.rows.take((x.numel(),), x.dtype, self.spare_host)
+                one.row = self.rows.take((x.numel(),), x.dtype)
         if one.row is None:
             # counted until forward ends: the error then says how much it needs
             self.missing += one.nbytes
@@ -161,7 +159,7 @@ class SavedActivation:
             self.copy = torch.empty_like(like)
             return
         assert self.sent is not None, "it has a row"
-        copy = of.copies.take(self.row.shape, self.row.dtype, of.spared())
+        copy = of.copies.take(self.row.shape, self.row.dtype)
         job = partial(copied, [(copy, self.row)])
         self.coming = of.up.submit(job, copy.nbytes, [self.sent])
         of.rows.until(self.row, self.coming)

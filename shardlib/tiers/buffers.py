@@ -1,4 +1,4 @@
-"""Memory of the tiers: rows in host memory, and device buffers that are reused.
+"""Memory of the tiers: rows in host memory, and pools of buffers that are reused.
 
 Host rows are pinned for an accelerator.  For a CPU in its place they are in shared pages, which no
 limit on a process's private memory (RLIMIT_DATA) counts, so that this is the device's limit.
@@ -14,6 +14,9 @@ from torch import Tensor
 from shardlib._compat import storage_users
 from shardlib.tiers.ledger import Ledger
 from shardlib.tiers.mover import Ticket
+
+Spare = Callable[[], Callable[[int], object] | None]
+"""A weak reference to what frees bytes of a tier."""
 
 
 def host_memory(n: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, object]:
@@ -35,6 +38,7 @@ class Buffers:
     """Buffers of one kind in one tier, entered in the ledger, reused when no tensor refers to them.
 
     ``shares``  the ranks in this process, which share a buffer under simulate: a tier is one rank's.
+    ``spare``   returns what frees bytes of the tier, where too few are left.
 
     >>> ledger = Ledger(device=1024)
     >>> buffers = Buffers(ledger, "device", "gradients", torch.device("cpu"))
@@ -46,21 +50,20 @@ class Buffers:
     """
 
     def __init__(
-        self, ledger: Ledger, tier: str, kind: str, device: torch.device, shares: int = 1
-    ) -> None:
+        self, ledger: Ledger, tier: str, kind: str, device: torch.device, shares: int = 1,
+        spare: Spare = lambda: None,
+    ) -> None:  # fmt: skip
         self.ledger, self.tier, self.kind = ledger, tier, kind
-        self.device, self.shares = device, shares
+        self.device, self.shares, self.spare = device, shares, spare
         self.held: list[Tensor] = []
         # number of a storage -> the last job that uses it
         self.jobs: dict[int, Ticket] = {}
         self.entries = ledger.entries_of(self)
+        ledger.pools.add(self)
 
-    def take(
-        self, shape: Sequence[int], dtype: torch.dtype, spare: Callable[[int], object] | None = None
-    ) -> Tensor:
+    def take(self, shape: Sequence[int], dtype: torch.dtype, _device: object = None) -> Tensor:
         """Return an uninitialised buffer, which is free again when no tensor refers to it.
 
-        ``spare``  frees bytes of the tier, where too few are left.
         Raises: ShardError if the tier may not hold it.
         """
         n = math.prod(shape)
@@ -72,14 +75,17 @@ class Buffers:
                 self.held.append(self.held.pop(i))
                 return t.view(tuple(shape))
         if nbytes > self.ledger.left(self.tier):
-            self.trim()
-        if spare is not None and nbytes > self.ledger.left(self.tier):
+            self.ledger.trim(self.tier)
+        if nbytes > self.ledger.left(self.tier) and (spare := self.spare()) is not None:
             spare(nbytes)
         self.ledger.enter(self.tier, self.kind, nbytes)
         self.entries.append((self.tier, self.kind, nbytes))
         made = self._make(n, dtype)
         self.held.append(made)
         return made.view(tuple(shape))
+
+    def give(self, *_: Tensor) -> None:
+        """Do nothing, where another pool is told that tensors are not needed any more."""
 
     def until(self, x: Tensor, ticket: Ticket) -> None:
         """Keep a buffer from being written again before a job on it has ended."""

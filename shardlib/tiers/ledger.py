@@ -7,8 +7,8 @@ budget raises.  Kinds are ``KINDS``.
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 from shardlib.capacity import bytes_in
 from shardlib.errors import BadArgument, ShardError
@@ -34,8 +34,10 @@ class Ledger:
         self.held = {tier: Counter[str]() for tier in budget}
         self.peaks = {tier: Counter[str]() for tier in budget}
         self.peak = dict.fromkeys(budget, 0)
-        # of the users of the device: each frees what it does not use now
-        self.idle: list[Callable[[], Callable[[int], object] | None]] = []
+        # pools of buffers
+        self.pools: weakref.WeakSet[Any] = weakref.WeakSet()
+        # users of the device, each of which frees what it does not use now
+        self.idle: list[weakref.ref[Any]] = []
         self._lock = threading.Lock()
 
     def left(self, tier: str) -> int:
@@ -43,14 +45,20 @@ class Ledger:
         most = self.budget[tier]
         return 1 << 62 if most is None else most - self.held[tier].total()
 
-    def free(self, nbytes: int) -> None:
-        """Have the users of the device free what is idle, until it has so many bytes left."""
-        for user in list(self.idle):
-            spare = user()
-            if spare is None:
-                self.idle.remove(user)
-            elif nbytes > self.left("device"):
-                spare(nbytes)
+    def trim(self, tier: str) -> None:
+        """Free the buffers of a tier that no tensor refers to."""
+        for pool in list(self.pools):
+            if pool.tier == tier:
+                pool.trim()
+
+    def free(self, nbytes: int, asking: object) -> None:
+        """Have the other users of the device free what is idle, until it has so many bytes left."""
+        for ref in list(self.idle):
+            user = ref()
+            if user is None:
+                self.idle.remove(ref)
+            elif user is not asking and nbytes > self.left("device"):
+                user.give_way(nbytes)
 
     def enter(self, tier: str, kind: str, nbytes: int) -> None:
         """Enter bytes that are allocated next.  Raises: ShardError if they exceed the budget."""

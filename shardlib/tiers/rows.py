@@ -167,8 +167,9 @@ class RowStore:
             self.ledger.enter(*entry)
             entries.append(entry)
         # of exact size, in the part of the budget that was entered
+        landed = weakref.WeakMethod(self._landed)
         self.staging, self.loading = (
-            Buffers(Ledger(host=max(n, 1)), "host", "buffers", self.device, self.shares)
+            Buffers(Ledger(host=max(n, 1)), "host", "buffers", self.device, self.shares, landed)
             for n in (found.staging, found.loading)
         )
         # a run of this process that was dropped may hold the file until it is collected
@@ -260,10 +261,10 @@ class RowStore:
         """Return the memory of rows that will be changed, and of ``blank`` ones, which are not read."""
         if rows in self.due:
             self.due.remove(rows)
-        self._read_ahead(rows, self._landed)
+        self._read_ahead(rows, waits=True)
         found = {r: r.memory for r in blank if r.memory is not None}
         for row in (r for r in blank if r.memory is None):
-            found[row] = self.staging.take(row.shape, row.dtype, self._landed)
+            found[row] = self.staging.take(row.shape, row.dtype)
         if self.due:
             self._read_ahead(self.due[0])
         for row in rows:
@@ -313,17 +314,15 @@ class RowStore:
             return 0
         return max(self.disk.generation, 0)
 
-    def _read_ahead(
-        self, rows: Sequence[TierRow], spare: Callable[[int], object] | None = None
-    ) -> None:
-        """Post the reads of rows on the disk, where there are bytes; ``spare`` waits for them."""
+    def _read_ahead(self, rows: Sequence[TierRow], waits: bool = False) -> None:
+        """Post the reads of rows on the disk, where there are bytes, or ``waits`` for them."""
         for row in rows:
             if row.memory is not None or row.key in self.ahead:
                 continue
             nbytes = row.shape.numel() * row.dtype.itemsize // self.shares
-            if spare is None and nbytes > self.staging.ledger.left("host") + self.staging.unused:
+            if not waits and nbytes > self.staging.ledger.left("host") + self.staging.unused:
                 return
-            held = self.staging.take(row.shape, row.dtype, spare)
+            held = self.staging.take(row.shape, row.dtype)
             self.ahead[row.key] = held, self._read(row, held)
 
     def _landed(self, nbytes: int) -> None:

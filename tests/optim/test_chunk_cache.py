@@ -82,7 +82,7 @@ def skipping(tiers: Any) -> tuple[list[torch.Tensor], list[int], list[int]]:
         if tiers:
             cache = params.cache
             counted.append(cache.loads - before)
-            said.append(len(loads(cache.uses, cache.sizes, cache.room, cache.depth) or []))
+            said.append(len(loads(cache.uses, cache.sizes, cache.most, cache.depth) or []))
         params, state, _ = o.step(tx, params, grads, state)
         losses.append(loss)
     return losses, counted, said
