@@ -208,7 +208,8 @@ class _Leaves(NamedTuple):
 
     ``arguments``  the arguments with leaves of this call.
     ``pairs``      all leaves, as they were given and as they are in ``arguments``.
-    ``frozen``     whether each leaf is frozen; ``asked`` are the others, ``wanted`` their blocks.
+    ``frozen``     whether each leaf is frozen; ``asked`` are the others, ``wanted`` their blocks, and
+                   ``given`` they as they were given.
     """
 
     arguments: Any
@@ -217,10 +218,12 @@ class _Leaves(NamedTuple):
     frozen: list[bool]
     asked: list[Any]
     wanted: list[Tensor]
+    given: list[Any]
 
     def gradients(self, found: Sequence[Tensor | None]) -> Any:
         """Return the arguments' gradients; those of frozen leaves are None."""
-        each = iter(map(_grad, self.asked, self.wanted, found))
+        rows = zip(self.given, self.asked, self.wanted, found, strict=True)
+        each = (_grad(x, _zeros(of, raw) if g is None else g) for of, x, raw, g in rows)
         return optree.tree_unflatten(self.tree, [None if f else next(each) for f in self.frozen])
 
 
@@ -232,7 +235,8 @@ def _leaves(given: Any, over: Axes, inside: bool) -> _Leaves:
     asked = [x for x, f in zip(ours, frozen_at, strict=True) if not f]
     wanted = [x.raw if isinstance(x, ShardedTensor) else x for x in asked]
     arguments = optree.tree_unflatten(tree, ours)
-    return _Leaves(arguments, (leaves, ours), tree, frozen_at, asked, wanted)
+    were = [x for x, f in pairs if not f]
+    return _Leaves(arguments, (leaves, ours), tree, frozen_at, asked, wanted, were)
 
 
 def _sink(into: TakesGradients, params: object, inside: bool) -> Any:
@@ -381,9 +385,20 @@ def _with_sums(found: Sequence[Tensor | None], sums: dict[int, Tensor]) -> list[
     return out
 
 
-def _grad(x: Tensor, raw: Tensor, found: Tensor | None) -> Tensor:
-    found = torch.zeros_like(raw) if found is None else found
+def _grad(x: Tensor, found: Tensor) -> Tensor:
     return gradient_of(x, found) if isinstance(x, ShardedTensor) else whole_now(found)
+
+
+def _row(given: Any, dtype: torch.dtype) -> Tensor | None:
+    """Return memory for the gradient of a leaf in another memory tier; None for other leaves."""
+    read = getattr(getattr(given, "facts", None), "read", None)
+    return read.gradient(dtype) if hasattr(read, "gradient") else None
+
+
+def _zeros(given: Any, raw: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return a gradient of zeros of a leaf, in the memory tier in which others of it are."""
+    row = _row(given, dtype or raw.dtype)
+    return torch.zeros_like(raw, dtype=dtype) if row is None else row.zero_()
 
 
 # ---------------------------------------------------------------- micro-batches
@@ -485,15 +500,16 @@ class GradientSums:
 
     def _sum(self, i: int, g: Tensor, copy: bool = False) -> None:
         if (old := self.sums.get(i)) is None:
-            self.sums[i] = self._in(g, wider(g.dtype), copy)
+            self.sums[i] = self._in(i, g, wider(g.dtype), copy)
         else:
             old.add_(g)
 
-    def _in(self, g: Tensor, dtype: torch.dtype, copy: bool = False) -> Tensor:
+    def _in(self, i: int, g: Tensor, dtype: torch.dtype, copy: bool = False) -> Tensor:
         """Return a gradient in a dtype, in the memory tier in which it is."""
-        if not getattr(self.params, "in_tiers", False) or (g.dtype == dtype and not copy):
-            return g.to(dtype, copy=copy)
-        return self.params.cache.gradients.take(g.shape, dtype).copy_(g)
+        row = None
+        if copy or g.dtype != dtype:
+            row = _row(self.first.given[i], dtype)
+        return g.to(dtype, copy=copy) if row is None else row.copy_(g)
 
     def takes(self, i: int) -> bool:
         """Check whether a leaf's gradient may come after backward, see ``Together``."""
@@ -529,14 +545,14 @@ class GradientSums:
         self.given.add(i)
         x, raw = self.first.asked[i], self.first.wanted[i]
         g = self.sums.pop(i, None)
-        g = torch.zeros_like(raw) if g is None else g
+        g = _zeros(self.first.given[i], raw) if g is None else g
         raw.grad = None
         kept = self.axes if isinstance(x, ShardedTensor) else ()
         axes = tuple(a for a in self.over if a not in kept and a not in _split(x))
         if axes:
             self.together.take(i, g, x.mesh, axes, raw.dtype, raw.dtype)
         else:
-            self._take(i, self._in(g, raw.dtype))
+            self._take(i, self._in(i, g, raw.dtype))
 
     def _take(self, i: int, g: Tensor) -> None:
         if self.sink is None:
@@ -555,7 +571,7 @@ class GradientSums:
         assert i is not None, "a frozen parameter has no gradient"
         if i not in self.sums:
             raw = self.first.wanted[i]
-            self.sums[i] = torch.zeros_like(raw, dtype=wider(raw.dtype))
+            self.sums[i] = _zeros(self.first.given[i], raw, wider(raw.dtype))
         return self.sums[i]
 
     def set(self, name: str, total: Tensor) -> None:

@@ -1,8 +1,6 @@
 """Trees of a step in memory tiers: parameters, gradients and state of some chunks, and their rows."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import count
 from typing import Any
 
 import optree
@@ -12,6 +10,7 @@ from shardlib.collectives import storage_shape
 from shardlib.optim.buckets import Buckets, Index, State, Tree
 from shardlib.optim.chunk_cache import ChunkCache
 from shardlib.optim.tiered import row_of
+from shardlib.optim.trees import bucketed_in, is_bucketed
 from shardlib.tensor import ShardedTensor
 from shardlib.tiers.buffers import host_memory
 from shardlib.tiers.rows import TierRow
@@ -20,37 +19,7 @@ GROUP = 1 << 20
 """Bytes of parameters below which Python takes longer than the update itself."""
 
 
-def leading(chunks: Iterable[str], splits: Mapping[str, frozenset[Any]]) -> list[str]:
-    """List the first chunks of which the updates change all numbers of the state that any changes."""
-    found, seen = list[str](), frozenset[Any]()
-    for chunk in chunks:
-        if not found or not splits[chunk] <= seen:
-            found.append(chunk)
-            seen |= splits[chunk]
-    return found
-
-
-def merged_states(after: Mapping[str, Any], splits: Mapping[str, frozenset[Any]]) -> Any:
-    """Return the state of the first of these updates, with the numbers that others change."""
-    first, *others = after
-    found, seen = numbers_of(after[first]), splits[first]
-    for chunk in others:
-        found |= {i: x for i, x in numbers_of(after[chunk]).items() if i in splits[chunk] - seen}
-        seen |= splits[chunk]
-    paths, leaves, tree = optree.tree_flatten_with_path(after[first], none_is_leaf=True)
-    rows = zip(paths, leaves, strict=True)
-    return optree.tree_unflatten(tree, [found.get(path, x) for path, x in rows])
-
-
-def numbers_of(state: Any) -> dict[Any, Any]:
-    """Map each place of a state to its number, but those of buckets."""
-    rows = optree.tree_flatten_with_path(state, is_leaf=is_buckets, none_is_leaf=True)
-    return {p: x for p, x in zip(*rows[:2], strict=True) if not isinstance(x, Buckets | NthBuckets)}
-
-
-def is_buckets(x: object) -> bool:
-    """Return whether a node of a tree is buckets."""
-    return isinstance(x, Buckets)
+# ---------------------------------------------------------------- chunks
 
 
 def by_chunk(cache: ChunkCache, mine: Buckets) -> list[tuple[str, ...]]:
@@ -81,19 +50,46 @@ def grouped(cache: ChunkCache, chunks: list[tuple[str, ...]]) -> list[tuple[str,
     return found
 
 
+# ---------------------------------------------------------------- values
+
+
 def stored(tree: Tree, names: tuple[str, ...], raw: Callable[[ShardedTensor], Tensor]) -> Any:
     """Return a tree with the buckets of these names alone, of values with other blocks."""
     return _with(tree, names, lambda x: ShardedTensor(raw(x).detach(), x.place))
 
 
+def taken(names: tuple[str, ...], *trees: Tree) -> Any:
+    """Return trees with the buckets of these names alone, which outlive those that are given up."""
+    return tuple(_with(t, names, lambda x: x.at(x.place)) for t in trees)
+
+
 def _with(tree: Tree, names: Any, value: Callable[[ShardedTensor], ShardedTensor]) -> Any:
-    def one(x: Any) -> Any:
-        if not isinstance(x, Buckets):
-            return x
+    def some(x: Buckets) -> Buckets:
         found = {n: value(x[n]) for n in names or x if n in x}
         return Buckets(found, x.index.subset(tuple(found)), x.mesh)
 
-    return optree.tree_map(one, tree, is_leaf=is_buckets, none_is_leaf=True)
+    return _mapped(some, tree)
+
+
+def _mapped(f: Callable[[Buckets], Any], tree: Tree) -> Any:
+    """Map a function over the buckets in a tree."""
+    one = lambda x: f(x) if is_bucketed(x) else x  # noqa: E731
+    return optree.tree_map(one, tree, is_leaf=is_bucketed, none_is_leaf=True)
+
+
+def rows_of(trees: Tree) -> list[TierRow]:
+    """List the rows that values are read from."""
+    return [row for x in bucketed_in(trees) for v in x.values() if (row := row_of(v)) is not None]
+
+
+def opened(trees: Any, memory: Mapping[TierRow, Tensor]) -> Any:
+    """Return trees whose rows are in memory."""
+
+    def raw(x: ShardedTensor) -> Tensor:
+        row = row_of(x)
+        return x.raw if row is None else memory[row]
+
+    return tuple(stored(t, (), raw) for t in trees)
 
 
 def copied_to(cache: ChunkCache, x: ShardedTensor) -> Tensor:
@@ -102,28 +98,6 @@ def copied_to(cache: ChunkCache, x: ShardedTensor) -> Tensor:
     if cache.here:
         return cache.states.take(row.shape, row.dtype).copy_(row)
     return host_memory(row.numel(), row.dtype, row.device)[0].view(row.shape).copy_(row)
-
-
-def taken(names: tuple[str, ...], *trees: Tree) -> Any:
-    """Return trees with the buckets of these names alone, which outlive those that are given up."""
-    return tuple(_with(t, names, lambda x: x.at(x.place)) for t in trees)
-
-
-def rows_of(trees: Tree) -> list[TierRow]:
-    """List the rows that values are read from."""
-    return [row for x in _buckets_in(trees) for v in x.values() if (row := row_of(v)) is not None]
-
-
-def opened(trees: Any, memory: Mapping[TierRow, Tensor]) -> Any:
-    """Return trees whose rows are in memory."""
-
-    def raw(x: ShardedTensor) -> Tensor:
-        row = row_of(x)
-        if row is None:
-            return x.raw
-        return memory[row]
-
-    return tuple(stored(t, (), raw) for t in trees)
 
 
 def on_paper(cache: ChunkCache, index: Index, asks: Mapping[str, bool]) -> Buckets:
@@ -139,11 +113,8 @@ def joined_chunks(parts: Sequence[Buckets], mine: Buckets) -> Buckets:
     """Return the buckets of all chunks as one."""
     found = {n: x for some in parts for n, x in some.items()}
     names = tuple(n for n in mine if n in found)
-    return Buckets(
-        {n: found[n] for n in names},
-        mine.index.subset(names) if len(names) < len(mine) else mine.index,
-        mine.mesh,
-    )
+    index = mine.index.subset(names) if len(names) < len(mine) else mine.index
+    return Buckets({n: found[n] for n in names}, index, mine.mesh)
 
 
 def plain(some: Buckets) -> Buckets:
@@ -151,45 +122,49 @@ def plain(some: Buckets) -> Buckets:
     return Buckets(some, some.index, some.mesh)
 
 
-@dataclass(frozen=True)
-class NthBuckets:
-    """The buckets of a state with this number."""
-
-    number: int
+# ---------------------------------------------------------------- numbers of a state
 
 
-def _buckets_in(tree: Tree) -> list[Buckets]:
-    return [x for x in optree.tree_leaves(tree, is_leaf=is_buckets) if is_buckets(x)]
+def numbers_of(state: State) -> dict[Any, Any]:
+    """Map each place of a state to its number, but those of buckets."""
+    rows = optree.tree_flatten_with_path(state, is_leaf=is_bucketed, none_is_leaf=True)
+    return {p: x for p, x in zip(*rows[:2], strict=True) if not is_bucketed(x) and x is not ...}
 
 
 def numbered(after: State, before: State) -> Any:
-    """Return a state with the number of its buckets in their place; None if it has other memory.
+    """Return a state with ... in the place of each of its buckets; None if it has other memory.
 
     ``before``  the state whose buckets the update overwrote.
     """
-    new, tree = optree.tree_flatten(after, is_leaf=is_buckets, none_is_leaf=True)
-    rows = enumerate(_buckets_in(before))
-    places = {v.raw.data_ptr(): i for i, x in rows for v in x.values()}
-    numbers: list[Any] = []
-    at = count()
-    for x in new:
-        if not is_buckets(x):
-            numbers.append(x)
-            continue
-        # a group's buckets that have none of this chunk are found by their position
-        place = next(at)
-        found = {places.get(v.raw.data_ptr(), -1) for v in x.values()} or {place}
-        if len(found) != 1 or -1 in found:
-            return None
-        numbers.append(NthBuckets(found.pop()))
-    return optree.tree_unflatten(tree, numbers)
+
+    def memory(state: State) -> list[list[int]]:
+        return [[v.raw.data_ptr() for v in x.values()] for x in bucketed_in(state)]
+
+    return _mapped(lambda _: ..., after) if memory(after) == memory(before) else None
 
 
-def picked(numbered: Any, state: State) -> Any:
+def picked(numbered: Any, state: State) -> State:
     """Return the state of which the update of one chunk was numbered."""
-    every = _buckets_in(state)
+    every = iter(bucketed_in(state))
+    return optree.tree_map(lambda x: next(every) if x is ... else x, numbered, none_is_leaf=True)
 
-    def one(x: Any) -> Any:
-        return every[x.number] if isinstance(x, NthBuckets) else x
 
-    return optree.tree_map(one, numbered, none_is_leaf=True)
+def leading(chunks: Iterable[str], splits: Mapping[str, frozenset[Any]]) -> list[str]:
+    """List the first chunks of which the updates change all numbers of the state that any changes."""
+    found, seen = list[str](), frozenset[Any]()
+    for chunk in chunks:
+        if not found or not splits[chunk] <= seen:
+            found.append(chunk)
+            seen |= splits[chunk]
+    return found
+
+
+def merged_states(after: Mapping[str, Any], splits: Mapping[str, frozenset[Any]]) -> Any:
+    """Return the state of the first of these updates, with the numbers that others change."""
+    found = dict[Any, Any]()
+    for chunk in reversed(list(after)):
+        found |= {p: x for p, x in numbers_of(after[chunk]).items() if p in splits[chunk]}
+    first = after[next(iter(after))]
+    paths, leaves, tree = optree.tree_flatten_with_path(first, none_is_leaf=True)
+    rows = zip(paths, leaves, strict=True)
+    return optree.tree_unflatten(tree, [found.get(path, x) for path, x in rows])

@@ -17,7 +17,6 @@ from torch import Tensor
 from shardlib.dtypes import HALF, wide, wider
 from shardlib.errors import ShardError, Unsupported, axes_text
 from shardlib.kernels import active
-from shardlib.optim.buckets import Memory
 from shardlib.optim.transform import Step, Transform, check_transform, kept_whole, run_in_place
 from shardlib.optim.trees import (
     State,
@@ -257,7 +256,7 @@ def with_master(
     tx: Transform,
     master: Master | None,
     axes: Sequence[str],
-    memory: Memory,
+    memory: Any,
 ) -> Transform:
     """Run ``tx`` on a master of parts of parameters, which are the rounded master; in place only."""
     if master is None:
@@ -299,7 +298,7 @@ def _with_fp32(tx: Transform, grads: Tree, state: ZeroState, mine: Tree, step: S
 
 
 def _with_remainder(
-    memory: Memory, tx: Transform, grads: Tree, state: ZeroState, mine: Tree, step: Step
+    memory: Any, tx: Transform, grads: Tree, state: ZeroState, mine: Tree, step: Step
 ) -> State:
     first = optree.tree_leaves(mine)[0].raw
     if tx.halves and (not first.is_cpu or active.cpu) and active.serving(first):

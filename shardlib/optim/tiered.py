@@ -157,6 +157,10 @@ class RowRead:
 
         return check
 
+    def gradient(self, dtype: torch.dtype) -> Tensor:
+        """Return memory for the row's gradient."""
+        return self.cache.gradients.take(self.row.shape, dtype)
+
     def leaf(self) -> Tensor:
         """Return what stands for the row in a graph: its shape, on the device, without memory."""
         return self.cache.standing[self.name].expand(self.row.shape)

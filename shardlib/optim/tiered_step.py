@@ -30,7 +30,6 @@ from shardlib.optim.chunk_trees import (
     copied_to,
     grouped,
     in_reading_order,
-    is_buckets,
     joined_chunks,
     leading,
     merged_states,
@@ -51,6 +50,7 @@ from shardlib.optim.stage3 import Parts, SplitParameters, matched, trained
 from shardlib.optim.tiered import TieredParts, Tiers, parts_in, valued
 from shardlib.optim.tiles import BETWEEN
 from shardlib.optim.transform import Step, Transform
+from shardlib.optim.trees import is_bucketed
 from shardlib.tensor import ShardedTensor
 from shardlib.tiers.buffers import Buffers
 from shardlib.tiers.ledger import Ledger
@@ -103,12 +103,15 @@ class TieredParameters(SplitParameters):
         super().__init__(how)
         self.tiers = tiers
         host = Buffers(Ledger(host=None), "host", "buffers", torch.device("cpu"))
-        self.inner = self._with_master(host)
+        self.inner = with_master(how.tx, how.master, how.axes, host)
         # structure of a state -> chunk -> the numbers that its update changes; None: not one by one
         self.split: dict[Any, dict[str, frozenset[Any]] | None] = {}
 
-    def _with_master(self, memory: Any) -> Transform:
-        return with_master(self.how.tx, self.how.master, self.how.axes, memory)
+    def with_scratch(self, cache: ChunkCache) -> Transform:
+        """Return the transform of chunks, with memory where they are updated."""
+        if not cache.here:
+            return self.inner
+        return with_master(self.how.tx, self.how.master, self.how.axes, cache.memory)
 
     def alone(self) -> None:
         """Refuse to be wrapped where steps are kept on a disk, and what wraps it is not."""
@@ -163,7 +166,7 @@ class TieredParameters(SplitParameters):
         mine, leaves, tree = self._on_paper(cache, index, asks)
         for name in list(rows):
             for i, x in enumerate(leaves):
-                if is_buckets(x) and name in x:
+                if is_bucketed(x) and name in x:
                     nbytes = x[name].raw.nbytes // cache.shares
                     rows[f"{name} {i}"] = RowSize(cache.chunk_of[name], "state", nbytes)
         gradients = Counter[str]()
@@ -201,7 +204,7 @@ class TieredParameters(SplitParameters):
         if not cache.here:
             return states, more
         mine, leaves, _ = self._on_paper(cache, index, asks)
-        for x in filter(is_buckets, leaves):
+        for x in filter(is_bucketed, leaves):
             states.update({n: v.raw.nbytes // cache.shares for n, v in x.items()})
         for name, x in mine.items():
             # sums of gradients are wide, and so are parameters that are joined
@@ -218,14 +221,13 @@ class TieredParameters(SplitParameters):
             # on paper nothing is in a tier
             return super().init(params)
         mine, cache = plain(trained(params)), _cache_of(params)
-        keep = partial(_rows, cache)
-        if cache.store.notes is None:
-            leaves, tree = self._begun(cache, mine, keep)
-            return optree.tree_unflatten(tree, leaves)
-        paper = on_paper(cache, mine.index, dict.fromkeys(mine, True))
-        leaves, tree = self._begun(cache, paper, keep)
-        numbers = iter(cache.store.notes)
-        leaves = [x if is_buckets(x) else next(numbers) for x in leaves]
+        notes = cache.store.notes
+        if notes is not None:
+            mine = on_paper(cache, mine.index, dict.fromkeys(mine, True))
+        leaves, tree = self._begun(cache, mine, partial(_rows, cache))
+        if notes is not None:
+            numbers = iter(notes)
+            leaves = [x if is_bucketed(x) else next(numbers) for x in leaves]
         return optree.tree_unflatten(tree, leaves)
 
     def _begun(
@@ -235,8 +237,8 @@ class TieredParameters(SplitParameters):
 
         def begun(names: tuple[str, ...]) -> tuple[list[Any], Any]:
             state = self.inner.init(stored(mine, names, lambda x: x.raw))
-            leaves, tree = optree.tree_flatten(state, is_leaf=is_buckets, none_is_leaf=True)
-            return [keep(i, x) if is_buckets(x) else x for i, x in enumerate(leaves)], tree
+            leaves, tree = optree.tree_flatten(state, is_leaf=is_bucketed, none_is_leaf=True)
+            return [keep(i, x) if is_bucketed(x) else x for i, x in enumerate(leaves)], tree
 
         chunks = by_chunk(cache, mine)
         try:
@@ -249,16 +251,15 @@ class TieredParameters(SplitParameters):
         leaves, tree = parts[0]
         rows = zip(*(some for some, _ in parts), strict=True)
         return [
-            joined_chunks(row, mine) if is_buckets(x) else x
+            joined_chunks(row, mine) if is_bucketed(x) else x
             for x, row in zip(leaves, rows, strict=True)
         ], tree
 
     def donate(self, grads: Tree, state: State, params: Tree, step: Step) -> State:
-        """Update the first chunk, and post the updates of the others."""
+        """Update the first chunks, and post the updates of the others."""
         self.how.check_state(state)
         cache = _cache_of(params)
         mine, given = map(plain, matched(params, grads, state))
-        given = _on_host(cache, given)
         _settle(cache)
         chunks = by_chunk(cache, mine)
         splits = self._splits(cache, state, mine)
@@ -267,80 +268,16 @@ class TieredParameters(SplitParameters):
             cache.end_step({cache.chunk_of[names[0]]: None for names in chunks})
             _commit(cache, after)
             return after
-        norms = GlobalNorms(given)
-        begun = replace(step)
+        updates = ChunkUpdates(self, cache, state, mine, step, splits, GlobalNorms(given))
         rest = {cache.chunk_of[names[0]]: names for names in in_reading_order(cache, chunks)}
-        tickets, found = dict[str, Ticket | None](), dict[str, Any]()
         for chunk in leading(rest, splits):
-            trees = taken(rest.pop(chunk), given, state, mine)
-            told = replace(begun) if found else step
-            if cache.here:
-                self._due(cache, norms, trees, told)
-                found[chunk] = cache.update(chunk)
-            else:
-                found[chunk] = self._update(cache, norms, trees, told)
-            tickets[chunk] = None
+            updates.run(rest.pop(chunk), given)
             if step.skipped:
-                rest.clear()
-                break
+                return updates.end()
         # taken now: the values are given up when the step returns
-        jobs = [(n, taken(n, given, state, mine)) for n in grouped(cache, list(rest.values()))]
-        for names, trees in jobs:
-            ticket = None
-            if cache.here:
-                self._due(cache, norms, trees, replace(begun))
-            else:
-                ticket = self._post(cache, norms, trees, replace(begun))
-            tickets.update((cache.chunk_of[n], ticket) for n in names)
-        cache.end_step(tickets)
-        merged = picked(merged_states(found, splits), state)
-        _commit(cache, merged, tickets)
-        return merged
-
-    def _post(
-        self, cache: ChunkCache, norms: GlobalNorms, trees: Any, step: Step, after: Sequence[Ticket] = ()
-    ) -> Ticket:  # fmt: skip
-        """Post the update of a chunk."""
-        rows = rows_of(trees)
-        cache.store.due.append(rows)
-        job = partial(self._update, cache, norms, trees, step, rows)
-        return cache.movers.updates.submit(job, after=after)
-
-    def _update(
-        self, cache: ChunkCache, norms: GlobalNorms, trees: Any, step: Step, rows: Any = None
-    ) -> Any:
-        """Update one chunk in place; return its state, with the number of each buckets in its place.
-
-        If it raises, what is on the disk stays.
-        """
-        memory = cache.store.fetched(rows or rows_of(trees))
-        after = self._run(self.inner, norms, opened(trees, memory), step)
-        cache.store.changed(memory)
-        return after
-
-    def _run(self, inner: Transform, norms: GlobalNorms, trees: Any, step: Step) -> Any:
-        given, state, mine = trees
-        with within(norms=_ChunkNorms(norms, given)):
-            after = run_measured(inner, given, state, mine, step)
-        return numbered(after, state)
-
-    def _due(
-        self, cache: ChunkCache, norms: GlobalNorms, trees: Any, step: Step, there: bool = False
-    ) -> None:
-        """Have a chunk updated on the device when it is read; ``there``: its gradients are already."""
-        given, *others = trees
-        if not there:
-            rows = {n: TierRow("", x.raw, x.raw) for n, x in given.items()}
-            given = given.like({n: valued(cache, n, rows[n], x.place) for n, x in given.items()})
-        trees = given, *others
-        inner, context = self._with_master(cache.memory), copy_context()
-
-        def run(memory: Mapping[TierRow, Tensor]) -> Any:
-            with torch.no_grad():
-                return context.run(self._run, inner, norms, opened(trees, memory), step)
-
-        rows = rows_of(trees)
-        cache.due[cache.chunk_of[next(iter(given))]] = DueUpdate(rows, run)
+        for names in grouped(cache, list(rest.values())):
+            updates.post(names, given)
+        return updates.end()
 
     def _update_all(
         self, cache: ChunkCache, given: Buckets, state: State, mine: Buckets, step: Step
@@ -361,9 +298,7 @@ class TieredParameters(SplitParameters):
         after = run_measured(self.inner, given, old, mine, step)
         found = numbered(after, old)
         cache.store.changed(memory)
-        if found is None:
-            return after
-        return picked(found, state)
+        return after if found is None else picked(found, state)
 
     def _splits(
         self, cache: ChunkCache, state: State, params: Buckets
@@ -372,15 +307,10 @@ class TieredParameters(SplitParameters):
 
         None if chunks may not be updated one by one: found out once, on copies of each.
         """
-        leaves, tree = optree.tree_flatten(state, is_leaf=is_buckets, none_is_leaf=True)
+        leaves, tree = optree.tree_flatten(state, is_leaf=is_bucketed, none_is_leaf=True)
         # in the host's thread nothing is sent between ranks
-        if self.how.tx.trait not in (
-            "elementwise",
-            "norm",
-            *("tensor", "matrix")[: 2 * cache.here],
-        ):
-            return None
-        if any(isinstance(x, Tensor) for x in leaves):
+        alone = {"elementwise", "norm"} | ({"tensor", "matrix"} if cache.here else set())
+        if self.how.tx.trait not in alone or any(isinstance(x, Tensor) for x in leaves):
             return None
         if tree not in self.split:
             cache.release()
@@ -405,11 +335,9 @@ class TieredParameters(SplitParameters):
         trees = tuple(stored(t, names, copied) for t in (params, state, params))
         for g in trees[0].values():
             g.raw.zero_()
-        norms, inner = GlobalNorms(None), self.inner
-        if cache.here:
-            inner = self._with_master(cache.memory)
+        norms = GlobalNorms(None)
         try:
-            after = self._run(inner, norms, trees, Step())
+            after = _updated(self.with_scratch(cache), norms, trees, Step())
         except ShardError:
             # it needs them all
             return None
@@ -423,43 +351,123 @@ class TieredParameters(SplitParameters):
         if self.how.tx.trait != "elementwise" or not isinstance(params, TieredParts):
             return None
         self.how.check_state(state)
-        mine = plain(trained(params))
-        splits = self._splits(params.cache, state, mine)
+        mine, cache = plain(trained(params)), params.cache
+        splits = self._splits(cache, state, mine)
         if splits is None:
             return None
-        return EagerUpdates(self, params.cache, state, mine, step, splits).open()
+        return EagerUpdates(self, cache, state, mine, step, splits, GlobalNorms(mine)).open()
 
 
-class EagerUpdates:
-    """Updates of chunks while backward runs, each when all of its gradients are there.
+class ChunkUpdates:
+    """Updates of chunks one by one: in a thread of the host, or on the device when it reads them.
 
-    ``missing``  chunk -> its buckets whose gradients are to come; ``came``  those that are there.
-    ``tickets``  chunk -> the job that updates it on the host; ``found``  its state, updated here.
+    ``splits``   chunk -> the numbers of the state that its update changes.
+    ``tickets``  chunk -> the job that updates it on the host; None: it has none.
+    ``found``    chunk -> its state, with ... in the place of buckets, where that was waited for.
     """
 
     def __init__(
         self, by: TieredParameters, cache: ChunkCache, state: State, params: Buckets, step: Step,
-        splits: Mapping[str, frozenset[Any]],
+        splits: Mapping[str, frozenset[Any]], norms: GlobalNorms,
     ) -> None:  # fmt: skip
-        self.by, self.cache, self.state, self.params = by, cache, state, params
-        self.splits, self.norms = splits, GlobalNorms(params)
+        self.cache, self.state, self.params = cache, state, params
+        self.inner = by.with_scratch(cache)
+        self.splits, self.norms = splits, norms
+        # the first update fills it in, and what it has there meanwhile is not for the others
         self.step, self.begun = step, replace(step)
-        self.missing = {cache.chunk_of[names[0]]: set(names) for names in by_chunk(cache, params)}
-        self.came: dict[str, tuple[Ticket | None, Tensor]] = {}
-        self.tickets: dict[str, Ticket] = {}
+        self.tickets: dict[str, Ticket | None] = {}
         self.found: dict[str, Any] = {}
+
+    def run(self, names: tuple[str, ...], grads: Buckets) -> None:
+        """Update a chunk, whose buckets have these names."""
+        cache, (chunk, trees, step) = self.cache, self._next(names, grads)
+        if cache.here:
+            self._due(chunk, trees, step)
+            self.found[chunk] = cache.update(chunk)
+        else:
+            self.found[chunk] = self._update(rows_of(trees), trees, step)
+
+    def post(
+        self, names: tuple[str, ...], grads: Buckets, after: Sequence[Ticket] = (), there: bool = False
+    ) -> None:  # fmt: skip
+        """Post the update of chunks; ``there``  their gradients are on the device."""
+        cache, (chunk, trees, step) = self.cache, self._next(names, grads)
+        if cache.here:
+            self._due(chunk, trees, step, there)
+            return
+        rows = rows_of(trees)
+        cache.store.due.append(rows)
+        job = partial(self._update, rows, trees, step)
+        ticket = cache.movers.updates.submit(job, after=after)
+        self.tickets.update((cache.chunk_of[n], ticket) for n in names)
+
+    def _next(self, names: tuple[str, ...], grads: Buckets) -> tuple[str, Any, Step]:
+        """Return a chunk, its trees, which outlive those that are given up, and its step."""
+        chunk, step = self.cache.chunk_of[names[0]], self.step
+        if self.tickets:
+            step = replace(self.begun)
+        self.tickets.update((self.cache.chunk_of[n], None) for n in names)
+        return chunk, taken(names, grads, self.state, self.params), step
+
+    def _update(self, rows: Sequence[TierRow], trees: Any, step: Step) -> Any:
+        """Update chunks in host memory; if it raises, what is on the disk stays."""
+        memory = self.cache.store.fetched(rows)
+        after = _updated(self.inner, self.norms, opened(trees, memory), step)
+        self.cache.store.changed(memory)
+        return after
+
+    def _due(self, chunk: str, trees: Any, step: Step, there: bool = False) -> None:
+        """Have a chunk updated on the device when it is read."""
+        given, *others = trees
+        if not there:
+            # what is brought is a row; one without a key is not sent back
+            rows = {n: TierRow("", x.raw, x.raw) for n, x in given.items()}
+            values = {n: valued(self.cache, n, rows[n], x.place) for n, x in given.items()}
+            trees = given.like(values), *others
+        inner, norms, context = self.inner, self.norms, copy_context()
+
+        def run(memory: Mapping[TierRow, Tensor]) -> Any:
+            with torch.no_grad():
+                return context.run(_updated, inner, norms, opened(trees, memory), step)
+
+        self.cache.due[chunk] = DueUpdate(rows_of(trees), run)
+
+    def end(self) -> State:
+        """End the step: return the state, as all updates leave it."""
+        cache = self.cache
+        for chunk in leading(self.tickets, self.splits):
+            if (ticket := self.tickets[chunk]) is not None:
+                self.found[chunk] = ticket.on_host()
+        cache.end_step(self.tickets)
+        merged = picked(merged_states(self.found, self.splits), self.state)
+        _commit(cache, merged, self.tickets)
+        return merged
+
+
+class EagerUpdates(ChunkUpdates):
+    """Updates of chunks while backward runs, each when all of its gradients are there.
+
+    ``missing``  chunk -> its buckets whose gradients are to come; ``came``  those that are there.
+    """
+
+    missing: dict[str, set[str]]
+    came: dict[str, tuple[Ticket | None, Tensor]]
 
     @contextmanager
     def open(self) -> Iterator[Callable[[], State]]:
         """Take the gradients of a backward; yield a function for the new state."""
-        _settle(self.cache)
-        self.cache.eager = self.take
+        cache = self.cache
+        chunks = by_chunk(cache, self.params)
+        self.missing = {cache.chunk_of[names[0]]: set(names) for names in chunks}
+        self.came = {}
+        _settle(cache)
+        cache.eager = self.take
         try:
             yield self.end
         finally:
-            self.cache.eager = None
+            cache.eager = None
             # also where backward raised
-            self.cache.updates.update(self.tickets)
+            cache.updates.update({c: t for c, t in self.tickets.items() if t is not None})
 
     def take(self, name: str, ticket: Ticket | None, row: Tensor) -> None:
         """Take the gradient of a bucket; ``ticket``  the job that brings it to the host."""
@@ -468,30 +476,23 @@ class EagerUpdates:
         self.missing[chunk].discard(name)
         if not self.missing[chunk]:
             del self.missing[chunk]
-            self._update(chunk)
+            self._post(chunk)
 
-    def _update(self, chunk: str) -> None:
-        by, cache, params = self.by, self.cache, self.params
+    def _post(self, chunk: str) -> None:
+        cache, params = self.cache, self.params
         names = tuple(b.name for b in cache.chunks[chunk] if b.name in params)
         given = {n: self.came.pop(n) for n in names}
-        grads = {n: ShardedTensor(row, params[n].place) for n, (_, row) in given.items()}
-        own = Buckets(grads, params.index.subset(names), params.mesh)
-        trees = own, *taken(names, self.state, params)
-        # the first one fills it in, and what it has there meanwhile is not for the others
-        filled = self.step
-        if self.tickets or cache.due or self.found:
-            filled = replace(self.begun)
+        values = {n: ShardedTensor(row, params[n].place) for n, (_, row) in given.items()}
+        grads = Buckets(values, params.index.subset(names), params.mesh)
         if cache.here:
             self._update_here(0)
-            by._due(cache, self.norms, trees, filled, there=True)
-            # while the next block's gradient is made
-            self._update_here(int(cache.ahead))
-            return
         # at most two chunks' gradients wait for their update
-        for old in list(self.tickets.values())[:-1]:
+        for old in list(filter(None, self.tickets.values()))[:-1]:
             old.on_host()
         after = [ticket for ticket, _ in given.values() if ticket is not None]
-        self.tickets[chunk] = by._post(cache, self.norms, trees, filled, after)
+        self.post(names, grads, after, there=cache.here)
+        # while the next block's gradient is made
+        self._update_here(int(cache.ahead))
 
     def _update_here(self, most: int) -> None:
         """Update chunks on the device, but the last ones, which are brought."""
@@ -502,34 +503,23 @@ class EagerUpdates:
             cache.bring(chunk)
 
     def end(self) -> State:
-        """End a backward: return the state, as all updates leave it."""
+        """End a backward, and the step: what the loss does not depend on has a gradient of zero."""
         cache = self.cache
-        # what the loss does not depend on has a gradient of zero
+        pool = cache.memory if cache.here else cache.gradients
         for name in [n for some in self.missing.values() for n in some]:
-            like = cache.rows[name].shape, self.params[name].dtype
-            if cache.here:
-                self.take(name, None, cache.memory.take(*like).zero_())
-            else:
-                nothing = cache.movers.gradients.submit(lambda: None)
-                self.take(name, nothing, cache.gradients.take(*like).zero_())
+            self.take(
+                name, None, pool.take(cache.rows[name].shape, self.params[name].dtype).zero_()
+            )
         self._update_here(0)
-        told = leading(self.tickets, self.splits)
-        self.found.update({c: self.tickets[c].on_host() for c in told})
-        updates = dict.fromkeys(self.found) | self.tickets
-        cache.end_step(updates)
-        merged = picked(merged_states(self.found, self.splits), self.state)
-        _commit(cache, merged, updates)
-        return merged
+        return super().end()
 
 
-def _on_host(cache: ChunkCache, grads: Buckets) -> Buckets:
-    """Return gradients in host memory: zeros that nothing depends on are made on the device."""
-    host, found = torch.device("cpu"), dict(grads)
-    for name, g in grads.items():
-        if g.device != host:
-            row = cache.gradients.take(g.raw.shape, g.dtype).copy_(g.raw)
-            found[name] = ShardedTensor(row, g.place)
-    return Buckets(found, grads.index, grads.mesh)
+def _updated(inner: Transform, norms: GlobalNorms, trees: Any, step: Step) -> Any:
+    """Update chunks in place; return their state, with ... in the place of its buckets."""
+    given, state, mine = trees
+    with within(norms=_ChunkNorms(norms, given)):
+        after = run_measured(inner, given, state, mine, step)
+    return numbered(after, state)
 
 
 def _write_part(one: Index, found: Indexed, row: Tensor) -> None:

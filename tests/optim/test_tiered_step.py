@@ -7,8 +7,18 @@ import pytest
 import torch
 
 import shardlib as sl
+from tests.optim.test_chunk_cache import Skipping
 from tests.optim.test_chunk_trees import groups
-from tests.optim.test_tiered import MESHES, block_bytes, clipped, differing, model, run
+from tests.optim.test_tiered import (
+    MESHES,
+    RULES,
+    WIDE,
+    block_bytes,
+    clipped,
+    differing,
+    model,
+    run,
+)
 
 o = sl.optim
 
@@ -39,6 +49,21 @@ def test_a_step_that_is_refused_or_skipped_changes_nothing() -> None:
             )
             _, grads = sl.value_and_grad(f)(parts)
             parts, state, _ = o.step(tx, parts, grads, state)
+
+
+@pytest.mark.parametrize("microbatches", [None, 2])
+def test_a_gradient_of_what_nothing_reads_is_a_row_of_the_host(microbatches: Any) -> None:
+    """Zeros, entered in the ledger like all others, and nothing on the device."""
+    with sl.simulate(data=2, x=1):
+        apply, params = sl.parallelize(Skipping(3), RULES, inputs={"x": "data ."})
+        tiers = o.Tiers()
+        parts = o.zero(o.sgd(0.1), "data", 3, tiers=tiers).shard(params)
+        loss = lambda p, x: apply(p, x, (1,))  # noqa: E731
+        _, grads = sl.value_and_grad(loss, microbatches=microbatches)(parts, torch.randn(8, WIDE))
+        rows = [g.raw for g in grads.values()]
+        tiers.ledger.trim("host")
+        assert [bool(row.any()) for row in rows] == [True, False, True]
+        assert sum(row.nbytes for row in rows) == 2 * tiers.ledger.held["host"]["gradients"]
 
 
 def stepped(inner: Any, tiers: Any, dtype: torch.dtype, **how: Any) -> dict[str, Any]:

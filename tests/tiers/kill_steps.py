@@ -32,7 +32,7 @@ LAST = 4
 POINTS: dict[str, tuple[Any, str, int]] = {
     "load of a block": (rows.RowStore, "load", 20),
     "gradient sent": (tiered_room.TieredRoom, "send", 12),
-    "update of a block": (tiered_step.TieredParameters, "_run", 12),
+    "update of a block": (tiered_step, "_updated", 12),
     "row read": (disk.DiskRows, "read", 60),
     "row written": (disk.DiskRows, "write", 60),
     "end of a step": (chunk_cache.ChunkCache, "end_step", 3),
