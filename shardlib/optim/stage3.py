@@ -410,6 +410,7 @@ class Gradient:
                     later()
                 if out is not flat:
                     room.memory.give(flat)
+                del flat, later
                 return self._landed(out)
 
             room.flying.append(finish)

@@ -99,7 +99,9 @@ class HostActivations:
     def give_way(self) -> None:
         """Free the copy that was fetched ahead, for bytes that are needed now."""
         one = self.ahead()
-        if one is not None:
+        if one is not None and one.coming is not None:
+            # a job that is under way refers to it
+            one.coming.wait()
             one.copy = None
         self.copies.trim()
 
@@ -107,7 +109,7 @@ class HostActivations:
         """End a backward: nothing that was saved is needed any more."""
         while self.leaving:
             self.leaving.pop(0).leave()
-        self.copies.trim()
+        self.give_way()
 
 
 class SavedActivation:

@@ -6,6 +6,7 @@ limit on a process's private memory (RLIMIT_DATA) counts, so that this is the de
 
 import math
 import mmap
+import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -14,6 +15,10 @@ from torch import Tensor
 from shardlib._compat import storage_users
 from shardlib.tiers.ledger import Ledger
 from shardlib.tiers.mover import Ticket
+
+PATIENCE = 1.0
+"""Seconds before a tier counts as full: a transport's thread may let go of a buffer later than its
+transfer ends, on one rank alone, which would raise while the others wait for it."""
 
 Spare = Callable[[], Callable[[int], object] | None]
 """A weak reference to what frees bytes of a tier."""
@@ -58,6 +63,7 @@ class Buffers:
         self.held: list[Tensor] = []
         # number of a storage -> the last job that uses it
         self.jobs: dict[int, Ticket] = {}
+        self.given: set[int] = set()
         self.entries = ledger.entries_of(self)
         ledger.pools.add(self)
 
@@ -69,7 +75,7 @@ class Buffers:
         n = math.prod(shape)
         nbytes = n * dtype.itemsize // self.shares
         for i, t in enumerate(self.held):
-            if t.numel() == n and t.dtype == dtype and storage_users(t) == 1:
+            if t.numel() == n and t.dtype == dtype and self._is_free(t):
                 self._wait(t)
                 # those that were taken longest ago are free first
                 self.held.append(self.held.pop(i))
@@ -78,27 +84,34 @@ class Buffers:
             self.ledger.trim(self.tier)
         if nbytes > self.ledger.left(self.tier) and (spare := self.spare()) is not None:
             spare(nbytes)
+        until = time.monotonic() + PATIENCE
+        while nbytes > self.ledger.left(self.tier) and time.monotonic() < until:
+            time.sleep(0.001)
+            self.ledger.trim(self.tier)
         self.ledger.enter(self.tier, self.kind, nbytes)
         self.entries.append((self.tier, self.kind, nbytes))
         made = self._make(n, dtype)
         self.held.append(made)
         return made.view(tuple(shape))
 
-    def give(self, *_: Tensor) -> None:
-        """Do nothing, where another pool is told that tensors are not needed any more."""
+    def give(self, *taken: Tensor) -> None:
+        """Say that buffers are used no more: where a transport still has them, it is waited for."""
+        ours = set(map(_number, self.held))
+        self.given.update(n for n in map(_number, taken) if n in ours)
 
     def until(self, x: Tensor, ticket: Ticket) -> None:
         """Keep a buffer from being written again before a job on it has ended."""
-        self.jobs[x.untyped_storage()._cdata] = ticket
+        self.jobs[_number(x)] = ticket
 
     @property
     def unused(self) -> int:
         """The bytes of buffers that no tensor refers to."""
-        return sum(t.nbytes // self.shares for t in self.held if storage_users(t) == 1)
+        free = (t for t in self.held if storage_users(t) == 1 or _number(t) in self.given)
+        return sum(t.nbytes // self.shares for t in free)
 
     def trim(self) -> None:
         """Free the buffers that no tensor refers to."""
-        unused = [t for t in self.held if storage_users(t) == 1]
+        unused = [t for t in self.held if self._is_free(t)]
         self.held[:] = [t for t in self.held if not any(t is u for u in unused)]
         for t in unused:
             self._wait(t)
@@ -112,10 +125,22 @@ class Buffers:
                 return host_memory(n, dtype, self.device)[0]
             return torch.empty(n, dtype=dtype, device=self.device)
 
+    def _is_free(self, t: Tensor) -> bool:
+        until = time.monotonic() + PATIENCE * (_number(t) in self.given)
+        while storage_users(t) > 1 and time.monotonic() < until:
+            time.sleep(0.0002)
+        self.given.discard(_number(t))
+        return storage_users(t) == 1
+
     def _wait(self, t: Tensor) -> None:
-        ticket = self.jobs.pop(t.untyped_storage()._cdata, None)
+        ticket = self.jobs.pop(_number(t), None)
         if ticket is not None:
             ticket.wait()
+
+
+def _number(x: Tensor) -> int:
+    """Return the number of a storage."""
+    return x.untyped_storage()._cdata
 
 
 def host_row(

@@ -155,9 +155,9 @@ def test_a_forward_without_a_backward_leaves_nothing() -> None:
 # ---------------------------------------------------------------- one by one
 
 
-def kept(ledger: Ledger) -> HostActivations:
+def kept(ledger: Ledger, rate: float | None = None) -> HostActivations:
     cpu = torch.device("cpu")
-    return HostActivations(ledger, cpu, 1, Mover("down", cpu), Mover("up", cpu))
+    return HostActivations(ledger, cpu, 1, Mover("down", cpu), Mover("up", cpu, rate))
 
 
 def test_a_tensor_comes_back_with_its_strides_and_is_sent_once() -> None:
@@ -177,6 +177,20 @@ def test_a_tensor_comes_back_with_its_strides_and_is_sent_once() -> None:
     # the last ones were on the device still
     assert host.fetched == (6 - UNDER_WAY) * 96
     assert ledger.peak["device"] <= 2 * 96
+
+
+@pytest.mark.parametrize("end", [HostActivations.give_way, HostActivations.settle])
+def test_what_is_on_its_way_gives_way_at_once_on_every_rank(end: Any) -> None:
+    """Over a link of 0.1 s a tensor: bytes that are free by chance would be so on some ranks."""
+    ledger = Ledger(device=None, host=None)
+    host = kept(ledger, rate=4e4)
+    found = [host.keep(torch.ones(1000)) for _ in range(5)]
+    while len(found) > 2:
+        # those of the last ones are there, the one before them is fetched ahead
+        found.pop().back()
+    end(host)
+    assert ledger.held["device"].total() == 0
+    assert torch.equal(found[1].back(), torch.ones(1000))
 
 
 def test_a_tensor_that_is_written_to_after_it_was_saved_is_refused() -> None:

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -35,6 +36,25 @@ def test_buffers_of_other_sizes_make_room() -> None:
     assert ledger.held["device"].total() == 36
     del y, buffers
     assert ledger.held["device"].total() == 0
+
+
+def test_a_reference_that_a_thread_drops_late_is_waited_for() -> None:
+    buffers = Buffers(Ledger(device=64), "device", "gathered", CPU)
+    held = [buffers.take((16,), torch.float32)]
+    threading.Timer(0.2, held.clear).start()
+    assert buffers.take((8,), torch.float32).shape == (8,)
+
+
+def test_what_is_given_back_is_waited_for_and_not_replaced() -> None:
+    ledger = Ledger(device=None)
+    buffers = Buffers(ledger, "device", "gradients", CPU)
+    x = buffers.take((16,), torch.float32)
+    held = [x[2:]]
+    threading.Timer(0.2, held.clear).start()
+    buffers.give(x)
+    del x
+    assert buffers.unused == 64
+    assert buffers.take((16,), torch.float32).numel() == 16 and ledger.peak["device"] == 64
 
 
 def test_a_row_is_in_the_ledger_as_long_as_its_memory() -> None:
