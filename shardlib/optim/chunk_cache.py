@@ -8,7 +8,9 @@ All decisions follow from sizes and the order of uses, which are equal on all ra
 how far a transfer is.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
@@ -45,12 +47,14 @@ class _Brought(NamedTuple):
     ticket: Ticket
 
 
-class _Copy(NamedTuple):
+@dataclass
+class ChunkCopy:
     """The parts of a chunk on the device, the job that loads them, and their rows' versions then."""
 
     parts: dict[str, Tensor]
     ticket: Ticket
     versions: dict[str, int]
+    phase: State
 
 
 class ChunkCache(TieredRoom):
@@ -80,18 +84,21 @@ class ChunkCache(TieredRoom):
         self.chunk_of: dict[str, str] = {}
         self.block_of: dict[str, str] = {}
         self.chunks: dict[str, list[Bucket]] = {}
+        self.trained = frozenset[str]()
         for b in index:
             block, frozen = block_of(index, b)
             # copies of what is frozen are never stale
             self.chunk_of[b.name] = chunk = block + " frozen" * frozen
             self.block_of[chunk] = block
             self.chunks.setdefault(chunk, []).append(b)
+            self.trained |= set() if frozen else {chunk}
         self.sizes = {c: sum(map(part_bytes, some)) for c, some in self.chunks.items()}
         self.rows: dict[str, TierRow] = {}
         self.store = RowStore(ledger, device, self.shares)
         # what stands for a row in a graph: no memory
         self.standing = {b.name: torch.empty((), dtype=b.dtype, device=device) for b in index}
-        self.state_bytes: dict[str, int] = {}
+        # of each chunk's update on the device: its state, and other memory that it takes there
+        self.state_bytes, self.scratch = Counter[str](), Counter[str]()
         # the least budget without tiles of rows
         self.whole = 0
         self.due: dict[str, DueUpdate] = {}
@@ -103,14 +110,10 @@ class ChunkCache(TieredRoom):
         self.sending: list[Ticket] = []
         # what follows the last update of a step
         self.finish: Callable[[], object] | None = None
-        self.phases: dict[str, State] = {}
-        self.copies: dict[str, _Copy] = {}
+        self.copies: dict[str, ChunkCopy] = {}
         self.updates: dict[str, Ticket] = {}
         # until a step has been recorded, blocks are read in module order
         names = list(self.chunks)[::-1]
-        self.trained = frozenset(
-            c for c, some in self.chunks.items() if not block_of(index, some[0])[1]
-        )
         self.uses = Uses(names + names[::-1], self._stale)
         self.trace: list[str] = []
         self.at = -1
@@ -123,34 +126,26 @@ class ChunkCache(TieredRoom):
     def _stale(self) -> frozenset[str]:
         return frozenset() if self.here else self.trained
 
-    def needs(self, states: Mapping[str, int], more: Mapping[str, int]) -> list[list[int]]:
+    def needs(self) -> list[list[int]]:
         """List the bytes of blocks, largest first: parts, gathered, gradients, and updates there.
 
-        ``states``  bucket -> bytes of its state that an update takes to the device; ``more``  bytes of
-                    other memory that it takes there, beside the parameters' and a gradient's.
         The least budget of the device is the sum of the first of each.
         """
-        by_block: dict[str, list[Bucket]] = {}
+        found = [Counter[str]() for _ in range(4)]
         for chunk, some in self.chunks.items():
-            by_block.setdefault(self.block_of[chunk], []).extend(some)
+            sums = [sum(map(f, some)) for f in (part_bytes, _gathered_bytes, _gradient_bytes)]
+            sums.append(self.state_bytes[chunk] + self.scratch[chunk])
+            for row, nbytes in zip(found, sums, strict=True):
+                row[self.block_of[chunk]] += nbytes
+        return [sorted(row.values(), reverse=True) for row in found]
 
-        def beside_of(b: Bucket) -> int:
-            return states.get(b.name, 0) + more.get(b.name, 0)
-
-        return [
-            sorted((sum(map(f, some)) for some in by_block.values()), reverse=True)
-            for f in (part_bytes, _gathered_bytes, _gradient_bytes, beside_of)
-        ]
-
-    def divide(self, states: Mapping[str, int], more: Mapping[str, int]) -> None:
+    def divide(self) -> None:
         """Divide the device's budget: find the bytes that chunks may take, and whether to work ahead.
 
-        Arguments as of ``needs``.  Raises: ShardError for a budget below what one block needs.
+        Raises: ShardError for a budget below what one block needs.
         """
-        for chunk, some in self.chunks.items():
-            self.state_bytes[chunk] = sum(states.get(b.name, 0) for b in some)
         budget = self.ledger.budget["device"]
-        parts, gathered, gradients, updates = self.needs(states, more)
+        parts, gathered, gradients, updates = self.needs()
         self.largest = parts[0]
         # used, the next one, and what is not summed yet when the next is gathered already
         self.waits = 2 + (self.here and gathered[0] > 0)
@@ -208,7 +203,7 @@ class ChunkCache(TieredRoom):
     def _await(self, chunk: str) -> None:
         """Keep what backward reads until it is updated, and update what has waited for one block."""
         # the last block of forward is still gathered, and not read again
-        last = [c for c in self.used if self.phases[c] == "used"]
+        last = [c for c in self.used if self._phase(c) == "used"]
         self.coming |= {c: None for c in (*last, chunk) if c in self.trained}
         ready = [c for c in self.coming if c in self.due]
         for other in ready[: max(len(self.coming) - self.waits, 0)]:
@@ -239,7 +234,7 @@ class ChunkCache(TieredRoom):
     def release(self) -> None:
         """End the use of all chunks."""
         for chunk in self.used:
-            if self.phases.get(chunk) == "used":
+            if self._phase(chunk) == "used":
                 self._event(chunk, "release")
         self.used.clear()
 
@@ -249,37 +244,34 @@ class ChunkCache(TieredRoom):
         return self.sizes[chunk] <= self.ledger.left("device") + unused
 
     def _is_valid(self, chunk: str) -> bool:
-        copy = self.copies.get(chunk)
-        if copy is None:
+        if chunk not in self.copies:
             return False
-        if self.phases[chunk] == "storing":
+        if self._phase(chunk) == "storing":
             # nobody else has changed its rows
             return True
         self._loaded(chunk)
-        return all(self.rows[n].version == v for n, v in copy.versions.items())
+        return all(self.rows[n].version == v for n, v in self.copies[chunk].versions.items())
 
     def _load(self, chunk: str) -> None:
-        self._event(chunk, "load")
-        names = [b.name for b in self.chunks[chunk]]
-        parts = {n: self.parts.take(self.rows[n].shape, self.rows[n].dtype) for n in names}
+        rows = {b.name: self.rows[b.name] for b in self.chunks[chunk]}
+        parts = {n: self.parts.take(row.shape, row.dtype) for n, row in rows.items()}
         versions: dict[str, int] = {}
         after = list(filter(None, [self.updates.get(chunk)]))
-        rows = {n: self.rows[n] for n in names}
-        job = partial(_load_rows, self.store, rows, parts, versions)
+        job = partial(self.store.load, rows, parts, versions)
         ticket = self.movers.loads.submit(job, sum(x.nbytes for x in parts.values()), after)
         for x in parts.values():
             self.parts.until(x, ticket)
-        self.copies[chunk] = _Copy(parts, ticket, versions)
+        self.copies[chunk] = ChunkCopy(parts, ticket, versions, TRANSITIONS["absent", "load"])
         self.loads += 1
         if self.times.measures:
             self.times.loads[chunk] = ticket
 
     def _loaded(self, chunk: str) -> None:
         """Wait for what is under way between a copy and its rows."""
-        if self.phases.get(chunk) == "loading":
+        if self._phase(chunk) == "loading":
             self.copies[chunk].ticket.wait()
             self._event(chunk, "loaded")
-        elif self.phases.get(chunk) == "storing":
+        elif self._phase(chunk) == "storing":
             self.updates[chunk].wait()
             versions = self.copies[chunk].versions
             versions.update((n, self.rows[n].version) for n in versions)
@@ -290,13 +282,16 @@ class ChunkCache(TieredRoom):
             # it was dropped for other bytes meanwhile
             return
         self._loaded(chunk)
-        if self.phases[chunk] == "used":
+        if self._phase(chunk) == "used":
             self._event(chunk, "release")
         self._event(chunk, "drop")
         del self.copies[chunk]
 
+    def _phase(self, chunk: str) -> State:
+        return self.copies[chunk].phase if chunk in self.copies else "absent"
+
     def _event(self, chunk: str, event: str) -> None:
-        self.phases[chunk] = TRANSITIONS[self.phases.get(chunk, "absent"), event]
+        self.copies[chunk].phase = TRANSITIONS[self._phase(chunk), event]
 
     def spare(self, nbytes: int) -> None:
         """Free bytes of the device tier: after all else, of this model's chunks."""
@@ -352,7 +347,7 @@ class ChunkCache(TieredRoom):
     def update(self, chunk: str) -> Any:
         """Update a chunk on the device, and post the copies of its rows to the host."""
         stays = chunk in self.used
-        if self.phases.get(chunk) != "used" or not self._is_valid(chunk):
+        if self._phase(chunk) != "used" or not self._is_valid(chunk):
             self._place(chunk)
         self.bring(chunk)
         self.coming.pop(chunk, None)
@@ -389,7 +384,7 @@ class ChunkCache(TieredRoom):
         """Wait for the update of a chunk."""
         if chunk in self.due:
             self.update(chunk)
-        if self.phases.get(chunk) == "storing":
+        if self._phase(chunk) == "storing":
             self._loaded(chunk)
         if chunk in self.updates:
             self.updates[chunk].on_host()
@@ -450,15 +445,3 @@ def _gradient_bytes(bucket: Bucket) -> int:
         return part_bytes(bucket)
     middle = bucket.length * (len(bucket.hops) > 1)
     return (2 * bucket.length + middle) * bucket.dtype.itemsize + part_bytes(bucket)
-
-
-@torch.no_grad()
-def _load_rows(
-    store: RowStore,
-    rows: Mapping[str, TierRow],
-    parts: Mapping[str, Tensor],
-    versions: dict[str, int],
-) -> None:
-    # an update that this job waited for has ended
-    versions.update((n, row.version) for n, row in rows.items())
-    store.load(rows, parts)

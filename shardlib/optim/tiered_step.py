@@ -127,13 +127,12 @@ class TieredParameters(SplitParameters):
         if isinstance(params, Parts):
             return params
         found, asks, index, cache = self._cut_for(params, None)
-        updates = self._update_bytes(cache, index, asks)
         if (budget := self.tiers.ledger.budget["device"]) is not None:
-            whole, most = sum(rows[0] for rows in cache.needs(*updates)), _block_bytes(index)
+            whole, most = sum(rows[0] for rows in cache.needs()), _block_bytes(index)
             if whole > budget and most and self.how.tx.trait in ("elementwise", "norm"):
                 found, asks, index, cache = self._cut_for(params, most)
-                updates, cache.whole = self._update_bytes(cache, index, asks), whole
-        cache.divide(*updates)
+                cache.whole = whole
+        cache.divide()
         if self.tiers.disk is not None and holds_values(found.mesh):
             self._open_disk(cache, index, asks)
         for b in index:
@@ -151,10 +150,11 @@ class TieredParameters(SplitParameters):
         self.cache.most_tile = most
         found, asks = self.placed(params)
         index = replace(found.where, buckets=_cut(found.where, found.mesh))
-        device = found.mesh.device
-        movers = self.tiers.movers(device)
-        how = movers, self.tiers.depth, self.tiers.update == "device"
-        return found, asks, index, ChunkCache(index, found.mesh, self.tiers.ledger, *how)
+        how = self.tiers.movers(found.mesh.device), self.tiers.depth, self.tiers.update == "device"
+        cache = ChunkCache(index, found.mesh, self.tiers.ledger, *how)
+        if cache.here:
+            self._count_updates(cache, index, asks)
+        return found, asks, index, cache
 
     def _open_disk(self, cache: ChunkCache, index: Index, asks: Mapping[str, bool]) -> None:
         """Find the rows of parameters and state on paper, and open the disk for them."""
@@ -196,21 +196,16 @@ class TieredParameters(SplitParameters):
         mine = trained(on_paper(cache, index, asks))
         return mine, *self._begun(cache, mine, lambda i, x: x)
 
-    def _update_bytes(
-        self, cache: ChunkCache, index: Index, asks: Mapping[str, bool]
-    ) -> tuple[Mapping[str, int], Mapping[str, int]]:
-        """Count the bytes that each bucket's update on the device takes there: state, and others."""
-        states, more = Counter[str](), Counter[str]()
-        if not cache.here:
-            return states, more
+    def _count_updates(self, cache: ChunkCache, index: Index, asks: Mapping[str, bool]) -> None:
+        """Count the bytes that each chunk's update on the device takes there."""
         mine, leaves, _ = self._on_paper(cache, index, asks)
-        for x in filter(is_bucketed, leaves):
-            states.update({n: v.raw.nbytes // cache.shares for n, v in x.items()})
+        for name, x in (row for some in filter(is_bucketed, leaves) for row in some.items()):
+            cache.state_bytes[cache.chunk_of[name]] += x.raw.nbytes // cache.shares
         for name, x in mine.items():
             # sums of gradients are wide, and so are parameters that are joined
             wide, joins = wider(x.dtype).itemsize, self.how.master == "bf16+rem"
-            more[name] = x.raw.numel() // cache.shares * (wide * (1 + joins) - x.dtype.itemsize)
-        return states, more
+            more = x.raw.numel() // cache.shares * (wide * (1 + joins) - x.dtype.itemsize)
+            cache.scratch[cache.chunk_of[name]] += more
 
     def init(self, params: Tree) -> State:
         """Initialise the state of the trained parts, chunk by chunk if the transform takes one.

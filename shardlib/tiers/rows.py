@@ -236,23 +236,26 @@ class RowStore:
         self._read(row, out).wait()
         return out
 
-    def load(self, rows: Mapping[str, TierRow], into: Mapping[str, Tensor]) -> None:
-        """Copy rows to the device; in the thread of one mover alone."""
-        found: dict[str, tuple[Tensor, Ticket]] = {}
+    @torch.no_grad()
+    def load(
+        self, rows: Mapping[str, TierRow], into: Mapping[str, Tensor], versions: dict[str, int]
+    ) -> None:
+        """Copy rows to the device, and note their versions; in the thread of one mover alone."""
+        versions.update((name, row.version) for name, row in rows.items())
+        reads: list[tuple[str, Tensor, Ticket]] = []
         for name, row in rows.items():
-            if row.memory is None:
-                held = into[name]
-                if held.device.type != "cpu":
-                    held = self.loading.take(row.shape, row.dtype)
-                found[name] = held, self._read(row, held)
-        for name, row in rows.items():
-            held = row.memory
-            if held is None:
-                held, ticket = found[name]
-                ticket.wait()
+            if row.memory is not None:
+                into[name].copy_(row.memory, non_blocking=True)
+                continue
+            held = into[name]
+            if held.device.type != "cpu":
+                held = self.loading.take(row.shape, row.dtype)
+            reads.append((name, held, self._read(row, held)))
+        for name, held, ticket in reads:
+            ticket.wait()
             if held is not into[name]:
                 into[name].copy_(held, non_blocking=True)
-        if found and self.device.type != "cpu":
+        if reads and self.device.type != "cpu":
             torch.accelerator.current_stream().synchronize()
 
     def fetched(
@@ -303,7 +306,7 @@ class RowStore:
     def commit(self, notes: Any, mover: Mover, after: Sequence[Ticket]) -> None:
         """Post the commit of what jobs write, as a generation; there is none if one of them raises."""
         if self.disk is not None and self.durable:
-            self.committed = mover.submit(_Commit(self.disk, notes), after=after)
+            self.committed = mover.submit(partial(_commit, self.disk, notes), after=after)
             self.ends[:] = [self.committed.finished]
 
     def wait(self) -> int:
@@ -344,14 +347,8 @@ class RowStore:
         return self.disk.write(row.key, held)
 
 
-class _Commit(NamedTuple):
-    """Job that commits the next generation."""
-
-    disk: DiskRows
-    notes: Any
-
-    def __call__(self) -> None:
-        self.disk.commit(max(self.disk.generation, 0) + 1, self.notes)
+def _commit(disk: DiskRows, notes: Any) -> None:
+    disk.commit(max(disk.generation, 0) + 1, notes)
 
 
 def _finish(ends: Sequence[threading.Event]) -> None:

@@ -12,7 +12,7 @@ Source: Belady, IBM Systems Journal 5 (1966); Fang et al., arXiv 2108.05818, sec
 
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal
 
 State = Literal["absent", "loading", "resident", "used", "dirty", "storing"]
 
@@ -79,11 +79,8 @@ class Uses:
             yield j, chunk
 
 
-class Move(NamedTuple):
-    """A chunk to load or to drop."""
-
-    kind: Literal["load", "drop"]
-    chunk: str
+Move = tuple[Literal["load", "drop"], str]
+"""What happens to a chunk."""
 
 
 def moves(
@@ -101,37 +98,30 @@ def moves(
 
     >>> uses, sizes = Uses("abccba"), dict.fromkeys("abc", 1)
     >>> moves(uses, 1, "b", {"a", "b"}, sizes, 2)
-    [Move(kind='drop', chunk='a'), Move(kind='load', chunk='c')]
+    [('drop', 'a'), ('load', 'c')]
     """
-    found: list[Move] = []
-    here = dict.fromkeys(held)
-    taken = sum(sizes[c] for c in here)
+    found, here = list[Move](), dict.fromkeys(held)
     for j, chunk in ((at, now), *uses.coming(at, depth)):
         if chunk in here:
             continue
-        gone = []
-        rows: list[tuple[int, str]] = []
-        if taken + sizes[chunk] > room:
+        need, rows, gone = sum(sizes[c] for c in (*here, chunk)) - room, [], list[str]()
+        if need > 0:
             # ties are broken by name, the same on all ranks
             rows = [(uses.after(c, at), c) for c in here if c != now and c not in used]
-            rows.sort(reverse=True)
-        for last, other in rows:
-            if taken - sum(sizes[c] for c in gone) + sizes[chunk] <= room:
-                break
-            if j > at and last <= j:
+        for last, other in sorted(rows, reverse=True):
+            if need <= 0 or at < j >= last:
                 break
             gone.append(other)
-        taken -= sum(sizes[c] for c in gone)
-        if taken + sizes[chunk] > room:
+            need -= sizes[other]
+        if need > 0:
             if j == at:
                 return None
-            taken += sum(sizes[c] for c in gone)
             break
         for other in gone:
             del here[other]
-        found += [*(Move("drop", c) for c in gone), Move("load", chunk)]
+            found.append(("drop", other))
         here[chunk] = None
-        taken += sizes[chunk]
+        found.append(("load", chunk))
     return found
 
 
