@@ -25,6 +25,7 @@ from shardlib.mesh import Mesh
 from shardlib.optim.buckets import Bucket, Index
 from shardlib.optim.norms import over_ranks
 from shardlib.optim.tiered_room import Movers, TieredRoom
+from shardlib.optim.tiles import first_word
 from shardlib.tiers.depth import Times
 from shardlib.tiers.ledger import Ledger
 from shardlib.tiers.mover import Ticket
@@ -302,6 +303,8 @@ class ChunkCache(TieredRoom):
     def give_way(self, nbytes: int) -> None:
         """Free bytes for another model, also of chunks in use."""
         self.release()
+        for brought in self.brought.values():
+            brought.ticket.wait()
         # it is brought again
         self.brought.clear()
         self.ledger.trim("device")
@@ -368,10 +371,15 @@ class ChunkCache(TieredRoom):
             self.used.pop(chunk)
         self.updates[chunk] = sent
         self.sending.append(sent)
-        if not self.due and self.finish is not None:
-            finish, self.finish = self.finish, None
-            finish()
+        if self.finish is not None:
+            self.at_end(self.finish)
         return after
+
+    def at_end(self, finish: Callable[[], object]) -> None:
+        """Call a function when the last update of a step is posted."""
+        self.finish = finish if self.due else None
+        if not self.due:
+            finish()
 
     def land(self, most: int) -> None:
         """Wait until at most so many updated chunks are on their way to the host."""
@@ -424,10 +432,7 @@ class ChunkCache(TieredRoom):
 def block_of(index: Index, bucket: Bucket) -> tuple[str, bool]:
     """Return the name of the module's block whose parameters are in a bucket; whether they are frozen."""
     words = index.items[bucket.slots[0].leaves[0]].group
-    frozen = isinstance(words, tuple) and words[-1:] == ("frozen",)
-    while isinstance(words, tuple):
-        words = words[0]
-    return str(words), frozen
+    return str(first_word(words)), isinstance(words, tuple) and words[-1] == "frozen"
 
 
 def part_bytes(bucket: Bucket) -> int:

@@ -24,12 +24,7 @@ from shardlib._compat import backward_now
 from shardlib.errors import ShardError, Unsupported
 from shardlib.optim.buckets import Bucket, Index, pytree_node
 from shardlib.optim.chunk_cache import ChunkCache
-from shardlib.optim.stage3 import (
-    BucketReading,
-    Gradient,
-    Parts,
-    Reading,
-)
+from shardlib.optim.stage3 import BucketReading, Gradient, Parts, Reading
 from shardlib.optim.tiered_room import Movers
 from shardlib.optim.tiles import joined, joined_place
 from shardlib.tensor import Facts, ShardedTensor

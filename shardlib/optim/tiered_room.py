@@ -30,13 +30,13 @@ class Movers(NamedTuple):
 class TieredRoom(Room):
     """Memory of the readings of one index whose parts are in tiers.
 
-    ``pools``   buffers of the device: parts of parameters, state of updates there, gradients, and
-                gathered buckets.
+    ``parts``    buffers of the device for parameters; ``states``  for the state of updates there;
+                 ``memory``  for gradients; ``gathered``  for whole buckets.
     ``gradients``  rows of the host.
-    ``here``    whether chunks are updated on the device.
-    ``eager``   takes each bucket's gradient when it is sent, where chunks are updated in backward.
-    ``sent``    gradients on their way to the host, and their device memory.
-    ``partial`` gradients of blocks that are read again before they are complete.
+    ``here``     whether chunks are updated on the device.
+    ``eager``    takes each bucket's gradient when it is sent, where chunks are updated in backward.
+    ``sent``     gradients on their way to the host, and their device memory.
+    ``partial``  gradients of blocks that are read again before they are complete.
     """
 
     def __init__(
@@ -50,8 +50,8 @@ class TieredRoom(Room):
             weakref.WeakMethod(self.spare),
         )
         how = device, shares
-        self.pools = [Buffers(ledger, "device", kind, *how, spare) for kind in kinds]
-        self.parts, self.states, self.memory, self.gathered = self.pools
+        pools = (Buffers(ledger, "device", kind, *how, spare) for kind in kinds)
+        self.parts, self.states, self.memory, self.gathered = pools
         self.gradients = Buffers(ledger, "host", "gradients", *how)
         ways = movers.gradients, movers.loads
         self.activations = HostActivations(ledger, *how, *ways, spare)

@@ -8,8 +8,8 @@ rows at once.  ``value_and_step`` updates a chunk when backward has its gradient
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from contextvars import copy_context
 from dataclasses import replace
 from functools import partial
@@ -255,16 +255,16 @@ class TieredParameters(SplitParameters):
         self.how.check_state(state)
         cache = _cache_of(params)
         mine, given = map(plain, matched(params, grads, state))
-        _settle(cache)
-        chunks = by_chunk(cache, mine)
         splits = self._splits(cache, state, mine)
         if splits is None:
-            after = self._update_all(cache, given, state, mine, step)
-            cache.end_step({cache.chunk_of[names[0]]: None for names in chunks})
-            _commit(cache, after)
-            return after
+            self._refuse_parts(cache)
+            splits = dict.fromkeys(cache.chunks, frozenset[Any]())
+            updates = ChunkUpdates(self, cache, state, mine, step, splits, None)
+            updates.run(tuple(mine), given)
+            return updates.end()
         updates = ChunkUpdates(self, cache, state, mine, step, splits, GlobalNorms(given))
-        rest = {cache.chunk_of[names[0]]: names for names in in_reading_order(cache, chunks)}
+        chunks = in_reading_order(cache, by_chunk(cache, mine))
+        rest = {cache.chunk_of[names[0]]: names for names in chunks}
         for chunk in leading(rest, splits):
             updates.run(rest.pop(chunk), given)
             if step.skipped:
@@ -274,10 +274,8 @@ class TieredParameters(SplitParameters):
             updates.post(names, given)
         return updates.end()
 
-    def _update_all(
-        self, cache: ChunkCache, given: Buckets, state: State, mine: Buckets, step: Step
-    ) -> State:
-        """Update all chunks together, where that is not the same as one by one."""
+    def _refuse_parts(self, cache: ChunkCache) -> None:
+        """Refuse a transform of all chunks together where they are not in one memory."""
         if cache.store.away or cache.here:
             why, fix = "some lie on the disk", "host=None"
             if cache.here:
@@ -287,13 +285,6 @@ class TieredParameters(SplitParameters):
                 op="tiers",
                 fix=f"sl.optim.Tiers({fix})",
             )
-        trees = taken(tuple(mine), given, state, mine)
-        memory = cache.store.fetched(rows_of(trees))
-        given, old, mine = opened(trees, memory)
-        after = run_measured(self.inner, given, old, mine, step)
-        found = numbered(after, old)
-        cache.store.changed(memory)
-        return after if found is None else picked(found, state)
 
     def _splits(
         self, cache: ChunkCache, state: State, params: Buckets
@@ -363,8 +354,11 @@ class ChunkUpdates:
 
     def __init__(
         self, by: TieredParameters, cache: ChunkCache, state: State, params: Buckets, step: Step,
-        splits: Mapping[str, frozenset[Any]], norms: GlobalNorms,
+        splits: Mapping[str, frozenset[Any]], norms: GlobalNorms | None,
     ) -> None:  # fmt: skip
+        for chunk in cache.chunks:
+            cache.wait(chunk)
+        cache.store.wait()
         self.cache, self.state, self.params = cache, state, params
         self.inner = by.with_scratch(cache)
         self.splits, self.norms = splits, norms
@@ -435,7 +429,13 @@ class ChunkUpdates:
                 self.found[chunk] = ticket.on_host()
         cache.end_step(self.tickets)
         merged = picked(merged_states(self.found, self.splits), self.state)
-        _commit(cache, merged, self.tickets)
+        notes, chunks = list(numbers_of(merged).values()), list(self.tickets)
+
+        def commit() -> None:
+            tickets = [cache.updates[c] for c in chunks if c in cache.updates]
+            cache.store.commit(notes, cache.movers.updates, tickets)
+
+        cache.at_end(commit)
         return merged
 
 
@@ -455,7 +455,6 @@ class EagerUpdates(ChunkUpdates):
         chunks = by_chunk(cache, self.params)
         self.missing = {cache.chunk_of[names[0]]: set(names) for names in chunks}
         self.came = {}
-        _settle(cache)
         cache.eager = self.take
         try:
             yield self.end
@@ -509,12 +508,16 @@ class EagerUpdates(ChunkUpdates):
         return super().end()
 
 
-def _updated(inner: Transform, norms: GlobalNorms, trees: Any, step: Step) -> Any:
-    """Update chunks in place; return their state, with ... in the place of its buckets."""
+def _updated(inner: Transform, norms: GlobalNorms | None, trees: Any, step: Step) -> Any:
+    """Update chunks in place; return their state, with ... in the place of its buckets.
+
+    ``norms``  None: the chunks are all, and the state may have other memory afterwards.
+    """
     given, state, mine = trees
-    with within(norms=_ChunkNorms(norms, given)):
+    with nullcontext() if norms is None else within(norms=_ChunkNorms(norms, given)):
         after = run_measured(inner, given, state, mine, step)
-    return numbered(after, state)
+    found = numbered(after, state)
+    return after if found is None and norms is None else found
 
 
 def _write_part(one: Index, found: Indexed, row: Tensor) -> None:
@@ -555,24 +558,3 @@ def _rows(cache: ChunkCache, i: int, some: Buckets) -> Buckets:
         row = cache.store.make(f"{name} {i}", x.raw, "state", lambda to, x=x: to.copy_(x.raw))
         out[name] = valued(cache, name, row, x.place)
     return Buckets(out, some.index, some.mesh)
-
-
-def _settle(cache: ChunkCache) -> None:
-    """Wait for the last step."""
-    for chunk in cache.chunks:
-        cache.wait(chunk)
-    cache.store.wait()
-
-
-def _commit(cache: ChunkCache, state: State, chunks: Iterable[str] = ()) -> None:
-    """Post the commit of a step when the updates of these chunks are posted."""
-    notes = list(numbers_of(state).values())
-
-    def commit() -> None:
-        tickets = [cache.updates[c] for c in chunks if c in cache.updates]
-        cache.store.commit(notes, cache.movers.updates, tickets)
-
-    cache.finish = commit
-    if not cache.due:
-        cache.finish = None
-        commit()

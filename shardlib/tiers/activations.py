@@ -137,11 +137,10 @@ class SavedActivation:
         """Return whether it is this tensor, unchanged."""
         if self.near is None or self.near.is_written:
             return False
-        near, ours = self.near.x, (self.like.shape, self.like.stride(), self.like.dtype)
-        theirs = x.shape, x.stride(), x.dtype
-        return (
-            one_storage(near, x) and ours == theirs and near.storage_offset() == x.storage_offset()
+        ours, theirs = (
+            (y.shape, y.stride(), y.storage_offset(), y.dtype) for y in (self.near.x, x)
         )
+        return ours == theirs and one_storage(self.near.x, x)
 
     def leave(self) -> None:
         """Free the device's memory; one that was written to stays, and ``back`` refuses it."""

@@ -214,18 +214,10 @@ class DiskRows:
     """
 
     def __init__(
-        self,
-        path: str | os.PathLike[str],
-        rows: Mapping[str, int],
-        *,
-        run: Mapping[str, object] | None = None,
-        rank: int = 0,
-        ranks: int = 1,
-        durable: bool = True,
-        resume: bool = False,
-        ring: int = 4 << 20,
-        timeout: float = 600.0,
-    ) -> None:
+        self, path: str | os.PathLike[str], rows: Mapping[str, int], *,
+        run: Mapping[str, object] | None = None, rank: int = 0, ranks: int = 1, durable: bool = True,
+        resume: bool = False, ring: int = 4 << 20, timeout: float = 600.0,
+    ) -> None:  # fmt: skip
         self.path, self.sizes = os.path.realpath(path), dict(sorted(rows.items()))
         self.rank, self.ranks, self.durable, self.timeout = rank, ranks, durable, timeout
         self.generation, self.notes = -1, None

@@ -50,35 +50,26 @@ class RowSize(NamedTuple):
     nbytes: int
 
 
-class Division(NamedTuple):
-    """Parts of the host's budget, in bytes of one rank.
-
-    ``away``     the rows that lie on the disk alone.
-    ``staging``  for the rows of chunks that are updated; ``loading``  for those that are loaded.
-    """
-
-    away: frozenset[str]
-    staging: int
-    loading: int
-
-
 def divided(
     rows: Mapping[str, RowSize], budget: int, gradients: Mapping[str, int], ring: int, activations: int = 0
-) -> Division:  # fmt: skip
+) -> tuple[frozenset[str], int, int]:  # fmt: skip
     """Divide the host's budget: buffers first, then gradients, then rows in their order.
+
+    Returns the rows that lie on the disk alone, and the bytes of one rank for the rows of chunks that
+    are updated, and for those of chunks that are loaded.
 
     ``gradients``  chunk -> bytes; all of them wait for a norm, three on their way are the least.
     ``ring``       bytes of the disk's buffers; ``activations``  bytes that are left over.
     Raises: ShardError for a budget that has no bytes for the buffers.
 
     >>> rows = {n: RowSize(n[0], "state", 10) for n in ("a m", "a v", "b m", "b v")}
-    >>> divided(rows, 200, {"a": 10, "b": 10}, 0).away, sorted(divided(rows, 35, {}, 0).away)
+    >>> divided(rows, 200, {"a": 10, "b": 10}, 0)[0], sorted(divided(rows, 35, {}, 0)[0])
     (frozenset(), ['a m', 'a v', 'b m', 'b v'])
     """
     waiting = sum(gradients.values())
     total = sum(r.nbytes for r in rows.values())
     if total + waiting + ring + activations <= budget:
-        return Division(frozenset(), 0, 0)
+        return frozenset(), 0, 0
     chunks, loads = dict[str, int](), dict[str, int]()
     for r in rows.values():
         chunks[r.chunk] = chunks.get(r.chunk, 0) + r.nbytes
@@ -106,7 +97,7 @@ def divided(
             away.add(key)
         else:
             left -= r.nbytes
-    return Division(frozenset(away), staging, loading)
+    return frozenset(away), staging, loading
 
 
 class RowStore:
@@ -148,14 +139,14 @@ class RowStore:
         longest = max((r.nbytes for r in rows.values()), default=0)
         ring = ring_for(longest * self.shares)
         beside = gradients, ring // self.shares, activations
-        found = divided(rows, self.ledger.left("host"), *beside)
-        self.sizes, self.away, self.durable = rows, found.away, durable
-        if not (found.away or durable):
+        self.away, *parts = divided(rows, self.ledger.left("host"), *beside)
+        self.sizes, self.durable = rows, durable
+        kept = {k: r for k, r in rows.items() if durable or k in self.away}
+        if not kept:
             return
-        kept = {k: r for k, r in rows.items() if durable or k in found.away}
         sizes = {k: r.nbytes * self.shares for k, r in kept.items()}
-        self.buffers = ring // self.shares + found.staging + found.loading
-        if found.away:
+        self.buffers = ring // self.shares + sum(parts)
+        if self.away:
             self.activations = activations
         ours = [
             ("host", "buffers", self.buffers),
@@ -170,7 +161,7 @@ class RowStore:
         landed = weakref.WeakMethod(self._landed)
         self.staging, self.loading = (
             Buffers(Ledger(host=max(n, 1)), "host", "buffers", self.device, self.shares, landed)
-            for n in (found.staging, found.loading)
+            for n in parts
         )
         # a run of this process that was dropped may hold the file until it is collected
         gc.collect()
