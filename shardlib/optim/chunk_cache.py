@@ -40,14 +40,6 @@ class DueUpdate(NamedTuple):
     run: Callable[[Mapping[TierRow, Tensor]], Any]
 
 
-class _Brought(NamedTuple):
-    """The rows of a chunk's update on the device, the memory they came from, and the job."""
-
-    rows: dict[TierRow, Tensor]
-    found: dict[TierRow, Tensor]
-    ticket: Ticket
-
-
 @dataclass
 class ChunkCopy:
     """The parts of a chunk on the device, the job that loads them, and their rows' versions then."""
@@ -66,7 +58,7 @@ class ChunkCache(TieredRoom):
     ``updates``  chunk -> the job of its last update on the host, or which sends what the device has
                  updated.
     ``due``      chunk -> its update on the device, which runs when it is read; it then stays valid.
-    ``brought``  what of such updates is there already.
+    ``brought``  rows of such updates that are there already, and the job that brings them.
     ``loads``    chunks loaded so far.
     ``ahead``    whether the next block is gathered while one is computed, and a gradient may be on
                  its way to the host while the next one is made: there are bytes for both.
@@ -103,7 +95,7 @@ class ChunkCache(TieredRoom):
         # the least budget without tiles of rows
         self.whole = 0
         self.due: dict[str, DueUpdate] = {}
-        self.brought: dict[str, _Brought] = {}
+        self.brought: dict[str, tuple[dict[TierRow, Tensor], Ticket]] = {}
         # chunks that backward has read and not updated, and how many of them stay there
         self.coming: dict[str, None] = {}
         self.waits = 1
@@ -303,8 +295,8 @@ class ChunkCache(TieredRoom):
     def give_way(self, nbytes: int) -> None:
         """Free bytes for another model, also of chunks in use."""
         self.release()
-        for brought in self.brought.values():
-            brought.ticket.wait()
+        for _, ticket in self.brought.values():
+            ticket.wait()
         # it is brought again
         self.brought.clear()
         self.ledger.trim("device")
@@ -337,15 +329,15 @@ class ChunkCache(TieredRoom):
             return
         self.land(int(self.ahead))
         mine = [self.rows[b.name] for b in self.chunks[chunk]]
-        rows, found = dict[TierRow, Tensor](), dict[TierRow, Tensor]()
+        rows = dict[TierRow, Tensor]()
         for row in (r for r in self.due[chunk].rows if r not in mine):
             pool = self.states if row.key else self.memory
             rows[row] = pool.take(row.shape, row.dtype)
         # the host's buffers of rows on the disk are for one chunk
         after = self.sending[-1:] if self.store.away else []
-        job = partial(self.store.bring, rows, mine, found)
+        job = partial(self.store.bring, rows, mine)
         ticket = self.movers.loads.submit(job, sum(x.nbytes for x in rows.values()), after)
-        self.brought[chunk] = _Brought(rows, found, ticket)
+        self.brought[chunk] = rows, ticket
 
     def update(self, chunk: str) -> Any:
         """Update a chunk on the device, and post the copies of its rows to the host."""
@@ -354,9 +346,9 @@ class ChunkCache(TieredRoom):
             self._place(chunk)
         self.bring(chunk)
         self.coming.pop(chunk, None)
-        due, (rows, found, ticket) = self.due.pop(chunk), self.brought.pop(chunk)
+        due, (rows, ticket) = self.due.pop(chunk), self.brought.pop(chunk)
         self.copies[chunk].ticket.wait()
-        ticket.wait()
+        found = ticket.wait()
         mine = {self.rows[n]: x for n, x in self.copies[chunk].parts.items()}
         after = due.run({**rows, **mine})
         self._event(chunk, "update")

@@ -22,16 +22,13 @@ GROUP = 1 << 20
 # ---------------------------------------------------------------- chunks
 
 
-def by_chunk(cache: ChunkCache, mine: Buckets) -> list[tuple[str, ...]]:
-    """List the names of the buckets of each chunk."""
-    found = (tuple(b.name for b in some if b.name in mine) for some in cache.chunks.values())
-    return [names for names in found if names]
-
-
-def in_reading_order(cache: ChunkCache, chunks: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Sort chunks by the order in which the step before read them, which the next one repeats."""
-    order = {c: i for i, c in enumerate(dict.fromkeys((*cache.trace, *cache.chunks)))}
-    return sorted(chunks, key=lambda names: order[cache.chunk_of[names[0]]])
+def by_chunk(
+    cache: ChunkCache, mine: Buckets, first: Iterable[str] = ()
+) -> dict[str, tuple[str, ...]]:
+    """Map chunks, those of ``first`` before all others, to the names of their buckets."""
+    order = dict.fromkeys((*first, *cache.chunks))
+    found = {c: tuple(b.name for b in cache.chunks[c] if b.name in mine) for c in order}
+    return {c: names for c, names in found.items() if names}
 
 
 def grouped(cache: ChunkCache, chunks: list[tuple[str, ...]]) -> list[tuple[str, ...]]:

@@ -29,7 +29,6 @@ from shardlib.optim.chunk_trees import (
     by_chunk,
     copied_to,
     grouped,
-    in_reading_order,
     joined_chunks,
     leading,
     merged_states,
@@ -235,9 +234,8 @@ class TieredParameters(SplitParameters):
             leaves, tree = optree.tree_flatten(state, is_leaf=is_bucketed, none_is_leaf=True)
             return [keep(i, x) if is_bucketed(x) else x for i, x in enumerate(leaves)], tree
 
-        chunks = by_chunk(cache, mine)
         try:
-            parts = list(map(begun, chunks))
+            parts = list(map(begun, by_chunk(cache, mine).values()))
         except ShardError:
             # it needs them all, or refuses them
             parts = []
@@ -263,8 +261,8 @@ class TieredParameters(SplitParameters):
             updates.run(tuple(mine), given)
             return updates.end()
         updates = ChunkUpdates(self, cache, state, mine, step, splits, GlobalNorms(given))
-        chunks = in_reading_order(cache, by_chunk(cache, mine))
-        rest = {cache.chunk_of[names[0]]: names for names in chunks}
+        # in the order in which the last forward read them, which the next one repeats
+        rest = by_chunk(cache, mine, cache.trace)
         for chunk in leading(rest, splits):
             updates.run(rest.pop(chunk), given)
             if step.skipped:
@@ -302,10 +300,10 @@ class TieredParameters(SplitParameters):
             cache.release()
             most, found = cache.most, dict[str, frozenset[Any]]()
             chunks = by_chunk(cache, params)
-            for names in chunks:
+            for chunk, names in chunks.items():
                 some = self._stands_alone(cache, names, params, state)
                 if some is not None:
-                    found[cache.chunk_of[names[0]]] = some
+                    found[chunk] = some
             self.split[tree] = found if len(found) == len(chunks) else None
             cache.most = most
         return self.split[tree]
@@ -445,6 +443,7 @@ class EagerUpdates(ChunkUpdates):
     ``missing``  chunk -> its buckets whose gradients are to come; ``came``  those that are there.
     """
 
+    chunks: dict[str, tuple[str, ...]]
     missing: dict[str, set[str]]
     came: dict[str, tuple[Ticket | None, Tensor]]
 
@@ -452,8 +451,8 @@ class EagerUpdates(ChunkUpdates):
     def open(self) -> Iterator[Callable[[], State]]:
         """Take the gradients of a backward; yield a function for the new state."""
         cache = self.cache
-        chunks = by_chunk(cache, self.params)
-        self.missing = {cache.chunk_of[names[0]]: set(names) for names in chunks}
+        self.chunks = by_chunk(cache, self.params)
+        self.missing = {chunk: set(names) for chunk, names in self.chunks.items()}
         self.came = {}
         cache.eager = self.take
         try:
@@ -473,8 +472,7 @@ class EagerUpdates(ChunkUpdates):
             self._post(chunk)
 
     def _post(self, chunk: str) -> None:
-        cache, params = self.cache, self.params
-        names = tuple(b.name for b in cache.chunks[chunk] if b.name in params)
+        cache, params, names = self.cache, self.params, self.chunks[chunk]
         given = {n: self.came.pop(n) for n in names}
         values = {n: ShardedTensor(row, params[n].place) for n, (_, row) in given.items()}
         grads = Buckets(values, params.index.subset(names), params.mesh)

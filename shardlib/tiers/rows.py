@@ -278,12 +278,13 @@ class RowStore:
 
     @torch.no_grad()
     def bring(
-        self, rows: Mapping[TierRow, Tensor], blank: Sequence[TierRow], found: dict[TierRow, Tensor]
-    ) -> None:
-        """Copy rows to the device; ``found`` is the memory to which ``send`` copies them back."""
-        found |= self.fetched(list(rows), blank)
+        self, rows: Mapping[TierRow, Tensor], blank: Sequence[TierRow]
+    ) -> dict[TierRow, Tensor]:
+        """Copy rows to the device; return the memory to which ``send`` copies them back."""
+        found = self.fetched(list(rows), blank)
         for row, there in rows.items():
             there.copy_(found[row], non_blocking=True)
+        return found
 
     @torch.no_grad()
     def send(self, rows: Mapping[TierRow, Tensor], found: Mapping[TierRow, Tensor]) -> None:
