@@ -428,6 +428,8 @@ class ChunkUpdates:
         cache.end_step(self.tickets)
         merged = picked(merged_states(self.found, self.splits), self.state)
         notes, chunks = list(numbers_of(merged).values()), list(self.tickets)
+        # jobs that are posted refer to this
+        del self.state, self.params
 
         def commit() -> None:
             tickets = [cache.updates[c] for c in chunks if c in cache.updates]
