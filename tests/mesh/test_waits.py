@@ -62,7 +62,7 @@ OTHER_CLOCKS = [
     ("optim/tiered*.py", "*.submit(*).wait()", JOB),
     ("tiers/buffers.py", "ticket.wait()", JOB),
     ("tiers/activations.py", "self.sent.wait()", JOB),
-    ("tiers/activations.py", "self.coming.wait()", JOB),
+    ("tiers/activations.py", "*.coming.wait()", JOB),
     ("tiers/mover.py", "*.finished.wait()", JOB),
     ("tiers/mover.py", "self.wait()", JOB),
     ("tiers/mover.py", "worker.join()", JOB),
