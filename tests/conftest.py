@@ -20,7 +20,7 @@ torch.set_num_threads(1)
 
 settings.register_profile(
     "default",
-    max_examples=50,
+    max_examples=20,
     deadline=None,
     derandomize=True,
     suppress_health_check=list(HealthCheck),

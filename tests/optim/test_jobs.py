@@ -21,9 +21,9 @@ def on_ranks(seeds: list[int], mesh: dict[str, int], folder: str) -> list[str]:
     return [f"{job.text()}\n{wrong}" for job, wrong in found if wrong]
 
 
-@pytest.mark.parametrize("mesh", [{"data": 4}, {"data": 2, "x": 2}])
+@pytest.mark.parametrize(("seed", "mesh"), [(0, {"data": 4}), (1, {"data": 2, "x": 2})])
 def test_a_drawn_job_equals_the_dense_run_on_real_ranks(
-    mesh: Any, tmp_path: Path, pool: Any
+    seed: int, mesh: Any, tmp_path: Path, pool: Any
 ) -> None:
-    for wrong in pool.run(on_ranks, list(range(2)), mesh, str(tmp_path), **mesh):
+    for wrong in pool.run(on_ranks, [seed], mesh, str(tmp_path), **mesh):
         assert not wrong, wrong[0]

@@ -24,7 +24,7 @@ o = sl.optim
 MESHES = [{"pipe": 2, "data": 2}, {"pipe": 4}, {"data": 2, "pipe": 2}]
 WIDTHS = [6, 10, 7, 9, 6]
 TIED = "table.weight"
-STEPS = 5
+STEPS = 4
 
 TX: dict[str, Any] = {
     "adamw": lambda: o.adamw(0.01, weight_decay=0.1),
@@ -167,6 +167,7 @@ def test_stages_take_the_steps_of_torch(mesh: dict[str, int], pool: Any) -> None
     """Clipped by the norm of all parameters, in which a tied one counts once."""
     cases: list[Case] = [("adamw", "inside", split, None) for split in (None, 0, 1, 2, 3)]
     cases += [("adamw", "outside", split, None) for split in (0, 1, 2)]
+    cases = cases if mesh == MESHES[0] else cases[1::2]  # zero 0, 2, and a clip of 0, 2
     want = by_torch()
     for got in pool.run(by_stage, cases, **mesh):
         assert [case for case, one in zip(cases, got, strict=True) if far(one, want) > 1e-12] == []
@@ -181,6 +182,7 @@ def test_stages_take_the_steps_of_the_whole_tree(mesh: dict[str, int], pool: Any
     cases += [("mean", "inside", 2, None), ("twice", "inside", 2, None)]
     cases += [("groups", "", 3, None), ("scale", "", 1, None)]
     cases += [("skip", "", split, None) for split in (None, 2)]
+    cases = cases if mesh == MESHES[0] else cases[2::3]  # one of a stage has nothing to divide
     with sl.simulate(data=mesh.get("data", 1)) as one:
         want = [trained(case, one, list(dense())) for case in cases]
     for got in pool.run(by_stage, cases, True, **mesh):

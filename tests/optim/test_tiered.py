@@ -114,9 +114,15 @@ def least(mesh: dict[str, int], dtype: torch.dtype = torch.float32) -> int:
     return int(str(refused.value).split("device=")[-1].strip(" )"))
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("more", [0, 1, 3])
-@pytest.mark.parametrize("update", ["host", "device"])
+# every two of mesh, room and place of the update meet
+@pytest.mark.parametrize(
+    ("mesh", "more", "update"),
+    [
+        (m, n, ("host", "device")[(i + j) % 2])
+        for i, m in enumerate(MESHES)
+        for j, n in enumerate((0, 1, 3))
+    ],
+)
 def test_an_explanation_says_what_is_held_and_moved(mesh: Any, more: int, update: Any) -> None:
     with sl.simulate(**mesh):
         f, params = model(4)
@@ -140,10 +146,17 @@ def test_an_explanation_says_what_is_held_and_moved(mesh: Any, more: int, update
         assert said.host == dict(tiers.ledger.peaks["host"])
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("more", [0, 2, None])
+COUNTS = [(1, "host"), (2, "host"), (4, "host"), (2, "device")]
+
+
+# every two of mesh, room and count meet
 @pytest.mark.parametrize(
-    ("count", "update"), [(1, "host"), (2, "host"), (4, "host"), (2, "device")]
+    ("mesh", "more", "count", "update"),
+    [
+        (m, (0, 2, None)[(i + j) % 3], *c)
+        for i, m in enumerate(MESHES)
+        for j, c in enumerate(COUNTS)
+    ],
 )
 def test_an_explanation_of_micro_batches_says_what_their_step_moves(
     mesh: Any, more: int | None, count: int, update: Any

@@ -41,26 +41,37 @@ def counted(schedule: str, algorithm: Any, causal: bool, dtype: torch.dtype) -> 
     job = AttentionJob(mesh, plan, 0.2, pick(q, v, causal, False), lambda _: at, (4, 256, 256))
     forward, backward = plan.engine.forward, plan.engine.backward
     on_paper = peak(plan, dtype, mesh.coord["s"])
-    found = []
-    # gloo's threads let go of a finished collective's blocks when they get to it
-    for _ in range(5):
-        with bind(mesh), torch.no_grad(), Live() as live:
-            out, lse, saved = forward(job, q, k, v, None, None)
-            out = out.to(dtype)
-            first = live.peak
-            dout = torch.empty_like(out)
-            live.peak = live.now
-            backward(job, saved, None, None, (dout, None, out, lse), False)
-            found.append((first, live.peak - dout.untyped_storage().nbytes()))
-        del out, lse, saved, dout
-    return (on_paper.forward, on_paper.backward), tuple(map(min, zip(*found, strict=True)))
+    with bind(mesh), torch.no_grad(), Live() as live:
+        out, lse, saved = forward(job, q, k, v, None, None)
+        out = out.to(dtype)
+        first = live.peak
+        dout = torch.empty_like(out)
+        live.peak = live.now
+        backward(job, saved, None, None, (dout, None, out, lse), False)
+        found = first, live.peak - dout.untyped_storage().nbytes()
+    return (on_paper.forward, on_paper.backward), found
+
+
+def all_counted(cases: list[tuple[str, Any, bool]], dtype: torch.dtype) -> list[Any]:
+    return [counted(*case, dtype) for case in cases]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_planned_peaks_are_counted_peaks(pool: Any, dtype: torch.dtype) -> None:
-    for case in CASES:
-        for stated, found in pool.run(counted, *case, dtype, s=4):
-            assert stated == found, (case, stated, found)
+    """Gloo's threads let go of a finished collective's blocks when they get to it: the least of
+    up to five runs counts.
+    """
+    least: dict[tuple[int, int], tuple[int, ...]] = {}
+    left = list(range(len(CASES)))
+    for _ in range(5):
+        wrong = {}
+        for rank, answers in enumerate(pool.run(all_counted, [CASES[i] for i in left], dtype, s=4)):
+            for i, (stated, found) in zip(left, answers, strict=True):
+                found = least[i, rank] = tuple(map(min, least.get((i, rank), found), found))
+                if found != stated:
+                    wrong[i] = CASES[i], stated, found
+        left = [*wrong]
+    assert not left, wrong
 
 
 def test_what_a_ring_keeps_does_not_grow_with_the_ring() -> None:
