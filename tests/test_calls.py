@@ -16,8 +16,8 @@ import shardlib as sl
 from tests import namespace
 from tests.fuzz_calls import check, dense, draw, judge, ours
 
-SAMPLE = 300
-REAL = 150
+SAMPLE = 160
+REAL = 60
 
 
 @pytest.mark.parametrize("part", range(4))

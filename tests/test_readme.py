@@ -1,6 +1,8 @@
 """The pictures, commands, versions and figures of README.md are those of the library and its pages."""
 
 import argparse
+import contextlib
+import io
 import re
 import runpy
 import shlex
@@ -13,7 +15,6 @@ import pytest
 import torch
 
 import shardlib as sl
-from tests.torchrun import torchrun
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -36,17 +37,22 @@ def test_the_commands_are_in_the_makefile() -> None:
         assert f"\n{command}:" in makefile
 
 
-def test_the_ten_lines_run_on_four_processes_as_they_are(tmp_path: Path) -> None:
-    """Under torchrun ``make_mesh`` stands for ``simulate``, every process is seeded alike, and that is all."""
+def printed_by(program: str) -> str:
+    """What a program prints on this rank."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        exec(program, {})
+    return out.getvalue()
+
+
+def test_the_ten_lines_run_on_four_processes_as_they_are(pool: Any) -> None:
+    """There ``make_mesh`` stands for ``simulate``, every process is seeded alike, and that is all.
+
+    That ``make_mesh`` meets under torchrun is in tests/mesh/test_process.py.
+    """
     block = re.findall(r"```python\n(.*?)```", README, re.S)[0]
-    program = tmp_path / "ten_lines.py"
-    program.write_text(
-        block.replace("\nwith", "\ntorch.manual_seed(0)\nwith", 1).replace(
-            "simulate(", "make_mesh("
-        )
-    )
-    printed, errors = torchrun(4, program)
-    assert len(printed) == 4 and len(set(printed)) == 1, (printed, errors[-3000:])
+    seeded = block.replace("\nwith", "\ntorch.manual_seed(0)\nwith", 1)
+    printed = pool.run(printed_by, seeded.replace("simulate(", "make_mesh("), x=4)
+    assert len(printed) == 4 and len(set(printed)) == 1, printed
     assert re.search(r"moved \d+ bytes per rank, gradient \S+", printed[0]), printed
 
 

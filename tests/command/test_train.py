@@ -370,7 +370,9 @@ def test_local_processes_are_not_started_for_what_cannot_be(
         assert said in told.err and "starting" not in told.out, told.err
 
 
-def test_local_processes_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_local_processes_train(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], forked: None
+) -> None:
     axes = 'mesh={"data" = 2, "x" = 1, "y" = 1}'
     given = [x for s in (*SMALL, f"checkpoint.path={tmp_path}", axes) for x in ("--set", s)]
     assert main(["train", str(DEMO), *given]) == 0

@@ -173,7 +173,7 @@ def test_check_mode_compares_what_the_ranks_of_a_stage_call(pool: Any) -> None:
     assert max(error for error, _, _ in pool.run(_checked, pipe=2, x=2)) < 1e-12
 
 
-STEPS = 6
+STEPS = 3
 
 
 def _optimizer(norm: float, split: int | None) -> tuple[Any, dict[str, Any]]:

@@ -140,8 +140,14 @@ def rows() -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [(torch.arange(i, i + 16) % 64, torch.arange(i + 1, i + 17) % 64) for i in range(64)]
 
 
-@pytest.mark.parametrize("recipe", [*RECIPES])
-@pytest.mark.parametrize("ranks", [4, 8])
+# recipes of one axis on four ranks; of more on eight, whose grids are no squares
+@pytest.mark.parametrize(
+    ("recipe", "ranks"),
+    [
+        *((r, 8 if r in ("optimus2d", "tesseract", "cube3d") else 4) for r in RECIPES),
+        ("tesseract", 4),
+    ],
+)
 def test_a_recipe_s_plan_is_one_process_s_and_moves_what_it_says(recipe: str, ranks: int) -> None:
     module, inputs = made("gpt2 of 4")
     given, loss = tuple(inputs.values()), loss_over((*inputs,))
@@ -175,17 +181,15 @@ def test_calls_that_write_to_an_operand_and_residuals_outside_of_layers_are_plan
 
 
 def test_the_choice_is_the_fastest_of_all_recipes() -> None:
-    module, inputs = made("gpt2 of 4")
-    given = tuple(inputs.values())
-    how: dict[str, Any] = {"cluster": CLUSTER, "loss": loss_over((*inputs,))}
-    best = sl.choose(module, given, ranks=2, **how)
+    module, how = Words(1), dict[str, Any](cluster=CLUSTER, loss=loss)
+    best = sl.choose(module, GIVEN, ranks=2, **how)
     others = [
-        sl.plan(module, given, ranks=2, recipes=[r], **how)
+        sl.plan(module, GIVEN, ranks=2, recipes=[r], **how)
         for r in RECIPES
         if [*recipe_meshes(r, 2)]
     ]
-    assert best.seconds == min(p.seconds for p in others)
-    assert sl.plan(module, given, ranks=2, **how).seconds <= best.seconds
+    assert len(others) > 2 and best.seconds == min(p.seconds for p in others)
+    assert sl.plan(module, GIVEN, ranks=2, **how).seconds <= best.seconds
 
 
 def test_fewer_rows_than_ranks_are_split_along_the_sequence() -> None:
@@ -200,7 +204,7 @@ def test_fewer_rows_than_ranks_are_split_along_the_sequence() -> None:
 
 @pytest.mark.parametrize(
     ("memory", "recipes"),
-    [("500KB", None), ("700KB", None), ("9MB", "cube3d"), ("9MB", "ring"), ("200KB", "host")],
+    [("500KB", None), ("9MB", "cube3d"), ("9MB", "ring"), ("200KB", "host")],
 )
 def test_what_is_written_as_a_file_trains_as_one_process_does(
     memory: str, recipes: str | None, tmp_path: Path
