@@ -151,7 +151,7 @@ def _losses(demo: Any, args: Any) -> list[float]:
     return out
 
 
-def test_four_processes_hold_what_one_cannot() -> None:
+def test_four_processes_hold_what_one_cannot(forked: None) -> None:
     """Under one cap: the allocator stops a single process, and the ring
     of four trains as the dense module does.
     """

@@ -1,18 +1,19 @@
 """Every rule beside matmul: value and gradients equal dense under each layout."""
 
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import shardlib as sl
 from tests.ops.cases import compare, r, run_all
+from tests.strategies import examples
 
 
 def test_rules_equal_dense_on_real_processes(pool) -> None:
     assert pool.run(run_all, x=2, y=2) == [[]] * 4
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(
     st.integers(1, 3),
     st.integers(1, 3),
