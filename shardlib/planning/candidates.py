@@ -22,6 +22,8 @@ from shardlib.planning.strategies import Operand, operand_of
 WIDE = 8192
 """Sizes from which a dimension of a parameter is padded where it does not divide: vocabularies."""
 
+PRODUCTS = "linear", "addmm", "matmul"
+"""Names of the calls that multiply by a parameter."""
 
 PIPE, STAGES = "pipe", 16
 """The axis of a pipeline in plans, and the most stages that are considered."""
@@ -167,7 +169,7 @@ class Candidates:
     def _outs(self, call: Call, have: Mapping[int, Operand], text: str) -> list[str]:
         """List layouts that a product may be asked for: its sums scattered onto rows or columns."""
         x = next((o for o in have.values() if o.dtype.is_floating_point), None)
-        if x is None or call.name not in ("linear", "addmm", "matmul") or x.place.layout.partial:
+        if x is None or call.name not in PRODUCTS or x.place.layout.partial:
             return []
         weight = Layout.parse(text)
         inner, outer = weight.dims[0], weight.dims[-1]

@@ -12,11 +12,12 @@ from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from shardlib.cost import Cost
 from shardlib.dtypes import wider
 from shardlib.layouts import Dim
 from shardlib.mesh import Axes
 from shardlib.planning.calls import Call, StepCalls
-from shardlib.planning.candidates import Candidates, Choice, Leaf, columns_of
+from shardlib.planning.candidates import PRODUCTS, Candidates, Choice, Leaf, columns_of
 from shardlib.planning.strategies import CallStrategy, GradientSum, Operand, Table
 from shardlib.planning.work import Rates, StepWork
 
@@ -64,6 +65,22 @@ class WayStep(NamedTuple):
     call: Call
     strategy: CallStrategy
     choice: Choice
+
+
+@dataclass(eq=False)
+class Offer:
+    """The ways to run a call with one choice of the matrices that it reads first.
+
+    ``given``  the operands that lie somewhere before; ``whole`` vectors that it reads first.
+    ``moves``  what forward of a product moves at the least; None where it does not say.
+    ``steps``  found once one of them may be of use.
+    """
+
+    given: Mapping[int, Operand]
+    matrices: Choice
+    whole: Choice
+    moves: Cost | None
+    steps: list[WayStep] | None = None
 
 
 class Transition(NamedTuple):
@@ -287,10 +304,12 @@ class Search:
         rest = sum(again * f + b for f, b in (ideal[c] for c in calls)) if ideal else 0.0
         for call in calls:
             found: dict[State, list[Way]] = defaultdict(list)
-            if ideal:
-                rest -= again * ideal[call][0] + ideal[call][1]
+            own = again * ideal[call][0] + ideal[call][1] if ideal else 0.0
+            rest -= own
             for state, ways in now.items():
-                for taken in self._transitions(call, state, outer):
+                spent = again * ways[0].forward + ways[0].back
+                room = (limit - rest - own - spent) / again
+                for taken in self._transitions(call, state, outer, room):
                     longer = self._longer(ways, taken, again, limit - rest)
                     if longer:
                         found[taken.after] += longer
@@ -318,20 +337,26 @@ class Search:
             ))  # fmt: skip
         return found
 
-    def _transitions(self, call: Call, state: State, outer: frozenset[int]) -> list[Transition]:
-        """List the steps that a state allows, found once on a mesh.
+    def _transitions(
+        self, call: Call, state: State, outer: frozenset[int], room: float
+    ) -> Iterator[Transition]:
+        """Yield the steps that a state allows, each found once on a mesh.
 
         ``outer``  roots whose memory these calls do not count.
+        ``room``   seconds that forward's transfers may take.
         """
-        known = self.table.transitions.setdefault((call, outer), {})
-        if state not in known:
-            have = {x.number: x for x in state.alive}
-            given = {r: have[r] for r in call.reads if r in have}
-            known[state] = [
-                Transition(step, given, *self._after(state, have, step, outer))
-                for step in self._offers(call, given)
-            ]
-        return known[state]
+        known = self.table.transitions.setdefault((call, outer, state), {})
+        have = {x.number: x for x in state.alive}
+        given = {r: have[r] for r in call.reads if r in have}
+        for offer in self._offers(call, {r: x.operand for r, x in given.items()}):
+            if offer.moves and self.holding.passes * self.rates.least(offer.moves) > room:
+                continue
+            if offer not in known:
+                known[offer] = [
+                    Transition(step, given, *self._after(state, have, step, outer))
+                    for step in self._steps(call, offer)
+                ]
+            yield from known[offer]
 
     def _price(self, taken: Transition) -> Price:
         """Return what a step costs, found once for the parameters whose gradients are summed before."""
@@ -417,31 +442,36 @@ class Search:
         operand = (leaf and leaf.operand) or self.inputs.get(number) or self.constants[number]
         return Alive(number, operand, number, operand.nbytes)
 
-    def _offers(self, call: Call, have: Mapping[int, Alive]) -> list[WayStep]:
-        """List the strategies of a call of such operands, found once on a mesh."""
-        given = {r: x.operand for r, x in have.items()}
-        key = call, tuple(given.items())
+    def _offers(self, call: Call, have: Mapping[int, Operand]) -> list[Offer]:
+        """List the choices of a call's matrices with such operands, found once on a mesh."""
+        key = call, tuple(have.items())
         if key not in self.table.offers:
+            given = dict(have)
+            for r in call.reads:
+                if r not in given and r not in self.step.parameters:
+                    given[r] = self._leaf(r, {}).operand
+            fresh = [r for r in call.reads if r not in given]
+            names = {r: self.step.parameters[r] for r in fresh if len(self.step.shapes[r]) < 2}
+            leaves = {r: self.candidates.leaf(name, "...") for r, name in names.items()}
+            whole = {r: leaf for r, leaf in leaves.items() if leaf}
             self.table.offers[key] = [
-                WayStep(call, strategy, choice)
-                for choice, strategy in self._strategies(call, given)
+                Offer(given, matrices, whole, self._moves(call, given, {**matrices, **whole}))
+                for matrices in self.candidates.of_call(call, fresh, given)
             ]
         return self.table.offers[key]
 
-    def _strategies(
-        self, call: Call, have: Mapping[int, Operand]
-    ) -> Iterator[tuple[Choice, CallStrategy]]:
-        """Yield the strategies of a call, with the layouts of the parameters it reads first."""
-        given = dict(have)
-        for r in call.reads:
-            if r not in given and r not in self.step.parameters:
-                given[r] = self._leaf(r, {}).operand
-        fresh = [r for r in call.reads if r not in given]
-        vectors = [r for r in fresh if len(self.step.shapes[r]) < 2]
-        leaves = {r: self.candidates.leaf(self.step.parameters[r], "...") for r in vectors}
-        whole = {r: leaf for r, leaf in leaves.items() if leaf}
-        for matrices in self.candidates.of_call(call, fresh, given):
-            yield from self._with_vectors(call, given, matrices, whole)
+    def _moves(self, call: Call, given: Mapping[int, Operand], choice: Choice) -> Cost | None:
+        """Return what forward moves at the least, of a call that multiplies by a matrix read first."""
+        if call.name not in PRODUCTS or not any(len(self.step.shapes[r]) > 1 for r in choice):
+            return None
+        return self.table.moves(call, self._placed(call, given, choice))
+
+    def _steps(self, call: Call, offer: Offer) -> list[WayStep]:
+        """List the strategies of a choice of matrices, with the layouts of vectors."""
+        if offer.steps is None:
+            found = self._with_vectors(call, offer.given, offer.matrices, offer.whole)
+            offer.steps = [WayStep(call, strategy, choice) for choice, strategy in found]
+        return offer.steps
 
     def _with_vectors(
         self, call: Call, given: Mapping[int, Operand], matrices: Choice, whole: Choice
@@ -481,11 +511,13 @@ class Search:
         return found and (choice, found)
 
     def _ask(self, call: Call, given: Mapping[int, Operand], choice: Choice) -> CallStrategy | None:
+        found = self.table.ask(call, self._placed(call, given, choice))
+        return None if isinstance(found, str) else found
+
+    def _placed(self, call: Call, given: Mapping[int, Operand], choice: Choice) -> list[Operand]:
+        """Return all operands of a call in their order."""
         places = {**given, **{r: leaf.operand for r, leaf in choice.items()}}
-        found = self.table.ask(call, [places[r] for r in call.reads])
-        if isinstance(found, str):
-            return None
-        return found
+        return [places[r] for r in call.reads]
 
 
 def _results(call: Call, strategy: CallStrategy, have: Mapping[int, Alive]) -> list[Alive]:

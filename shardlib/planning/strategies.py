@@ -14,11 +14,17 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from shardlib.collectives import Event, trace
+from shardlib.cost import Cost
 from shardlib.errors import ShardError
 from shardlib.mesh import Axes, Mesh, bind, within
+from shardlib.ops.registry import Match
+from shardlib.opspec import Args, Func, Kwargs
 from shardlib.planning.calls import Call, StepCalls, writes
 from shardlib.planning.work import Meter, StepWork
 from shardlib.tensor import Place, ShardedTensor
+
+_REFUSED = ShardError, RuntimeError, TypeError, ValueError, IndexError
+"""Errors of calls of operands that they do not take."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +115,7 @@ class Table:
         self.step, self.mesh = step, mesh
         self.known: dict[Hashable, CallStrategy | str] = {}
         # of the ways of a search: what does not depend on ZeRO
-        self.offers: dict[Any, Any] = {}
+        self.offers: dict[Any, list[Any]] = {}
         self.transitions: dict[Any, dict[Any, Any]] = {}
 
     def ask(self, call: Call, operands: Sequence[Operand]) -> CallStrategy | str:
@@ -118,6 +124,20 @@ class Table:
         if key not in self.known:
             self.known[key] = self._run(call, operands)
         return self.known[key]
+
+    def moves(self, call: Call, operands: Sequence[Operand]) -> Cost | None:
+        """Return what forward of a product moves at the least, which its algorithm says before it runs.
+
+        None where it does not say, or where no algorithm takes the operands.
+        """
+        with bind(self.mesh), within(promoting=True, watcher=_Ask()):
+            try:
+                call.run([o.made() for o in operands])
+            except _Chosen as e:
+                return e.match.forward
+            except _REFUSED:
+                return None
+        return None
 
     def _run(self, call: Call, operands: Sequence[Operand]) -> CallStrategy | str:
         with bind(self.mesh), trace() as t:
@@ -131,8 +151,30 @@ class Table:
                     return on_shapes.strategy()
             except ShardError as e:
                 return e.message
-            except (RuntimeError, TypeError, ValueError, IndexError) as e:
+            except _REFUSED as e:
                 return f"{type(e).__name__}: {e}"
+
+
+class _Chosen(Exception):
+    """Raised when a product has chosen its algorithm: ends its call before it runs."""
+
+    def __init__(self, match: Match) -> None:
+        self.match = match
+
+
+class _Ask:
+    """A watcher that ends a call when its first product has chosen an algorithm."""
+
+    def __call__(
+        self, implementation: Callable[..., Any], func: Func, args: Args, kwargs: Kwargs
+    ) -> Any:
+        return implementation(func, args, kwargs)
+
+    verb = __call__
+
+    def chose(self, match: Match, **_: object) -> None:
+        """Raise _Chosen."""
+        raise _Chosen(match)
 
 
 class _SumSizes:

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import flop_registry
 
 from shardlib._compat import tree_flatten
 from shardlib.collectives import Event
-from shardlib.cost import slowest
+from shardlib.cost import Cost, slowest
 from shardlib.memory_tracker import Live, tensors_in
 from shardlib.mesh import Link
 from shardlib.opspec import Args, Func, Kwargs
@@ -137,6 +137,13 @@ class Rates:
     def moving(self, along: Mapping[str, tuple[float, float]]) -> float:
         """Add the seconds of transfers."""
         return sum(slowest(axes.split(), self.links).seconds(*m) for axes, m in along.items())
+
+    def least(self, cost: Cost) -> float:
+        """Return the seconds of an algorithm's transfers at the least: each over its fastest axis."""
+        return sum(
+            min(slowest([a], self.links).seconds(float(nbytes), messages) for a in axes)
+            for axes, nbytes, messages in cost.along
+        )
 
 
 class Meter(Live):

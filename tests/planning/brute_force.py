@@ -258,7 +258,9 @@ class Every:
     def _offered(self, call: Call, given: Mapping[int, Operand]) -> Any:
         key = call, tuple(given.items())
         if key not in self.offers:
-            self.offers[key] = list(self.search._strategies(call, given))
+            offers = self.search._offers(call, given)
+            steps = [s for offer in offers for s in self.search._steps(call, offer)]
+            self.offers[key] = [(s.choice, s.strategy) for s in steps]
         return self.offers[key]
 
     def _through(

@@ -1,5 +1,6 @@
 """What a call is found to cost is what it takes where it runs."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from shardlib.mesh import Link
 from shardlib.ops.matmul import function
 from shardlib.planning.calls import calls_of
 from shardlib.planning.strategies import Table, operand_of
+from shardlib.planning.work import Rates
 
 CASES = [
     ("x .", ". ."),
@@ -54,6 +56,44 @@ def test_bytes_and_messages_are_those_of_a_run(rows: str, weight: str) -> None:
     # the sum's own total, a number, travels too
     own = sum(n for n, _ in found.backward.along.values()) + sums
     assert own <= back.bytes <= own + 64
+
+
+class Heads(nn.Module):
+    """Three products of one value: one call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Linear(16, n, bias=n == 8) for n in (16, 8, 16))
+
+    def forward(self, x: Any) -> Any:
+        q, k, v = (head(x) for head in self.heads)
+        return q * v, k
+
+
+@pytest.mark.parametrize("links", [(1e-9, 1e-9), (1e-9, 1e-7), (1e-7, 1e-9)])
+def test_a_product_moves_at_least_what_it_says_before_it_runs(links: tuple[float, float]) -> None:
+    x = torch.empty(8, 4, 16)
+    step = calls_of(Heads(), (x,), lambda apply, params, x: apply(params, x)[0].sum())
+    (call,) = [c for c in step.calls if c.name == "linear"]
+    texts = [" ".join(two) for two in itertools.product((".", "x", "y", "(x y)"), repeat=2)]
+    texts = [t for t in texts if all(t.count(a) < 2 for a in "xy")]
+    moved = 0
+    with sl.record(x=4, y=2) as mesh:
+        mesh.links = {a: Link(1e-5, beta) for a, beta in zip("xy", links, strict=True)}
+        table, rates = Table(step, mesh), Rates(mesh.links, 1e12)
+        for rows, weight in itertools.product(("x . .", "(x y) . .", "x . y", ". . ."), texts):
+            given = []
+            for r in call.reads:
+                size = step.shapes[r]
+                text = {3: rows, 2: weight, 1: "."}[len(size)]
+                x = sl.shard(torch.empty(size, device="meta"), text).requires_grad_()
+                given.append(operand_of(x))
+            said, found = table.moves(call, given), table.ask(call, given)
+            if said is None or isinstance(found, str):
+                continue
+            assert rates.least(said) <= rates.moving(found.forward.along) * (1 + 1e-9)
+            moved += rates.least(said) > 0
+    assert moved > 20
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
