@@ -163,9 +163,16 @@ class _SearchNode(NamedTuple):
     def ranks(self, axes: Iterable[str]) -> int:
         return math.prod(self.sizes[a] for a in axes)
 
-    def held(self, state: _Layout, axes: Axes) -> tuple[Box, ...]:
-        """Return the positions that every rank along ``axes`` holds in a state."""
-        return _held(state, self.shape, tuple(self.sizes.items()), axes)
+    def held(self, to: _Layout, axes: Axes) -> tuple[tuple[Box, ...], tuple[Box, ...], int]:
+        """Return what every rank along ``axes`` holds in this state and in another one.
+
+        Positions count runs of elements that neither state parts; also the elements of a run.
+        """
+        pairs = zip(self.state.dims, to.dims, self.shape, strict=True)
+        runs = [math.gcd(*(_run_of(d, n, self.sizes) for d in (a, b))) or 1 for a, b, n in pairs]
+        shape = tuple(n // run for n, run in zip(self.shape, runs, strict=True))
+        of = shape, tuple(self.sizes.items()), axes
+        return _held(self.state, *of), _held(to, *of), math.prod(runs)
 
     def splits(self, axis: str) -> list[int]:
         """List the dimensions that can be split over one more axis."""
@@ -307,10 +314,10 @@ def _exchanges(at: _SearchNode) -> _Moves:
     state, last = at.state, at.last
     axes = _between(state, last, at.sizes)
     if state.partial == last.partial and axes and at.ranks(axes) <= _WORLD:
-        old, new = at.held(state, axes), at.held(last, axes)
+        old, new, run = at.held(last, axes)
         # also where no rank lacks anything: (3 b) >> (c b) is no slice that a step could name
-        words = Fraction(sum(map(_lacking, old, new)), len(new))
-        block = math.prod(map(len, new[0]))
+        words = Fraction(run * sum(map(_lacking, old, new)), len(new))
+        block = run * math.prod(map(len, new[0]))
         yield ReshardStep("exchange", axes, table=(state,), words=words, elements=block), last
 
 
@@ -334,7 +341,7 @@ def _settled(
 
 def _permute_to(at: _SearchNode, b: _Layout) -> _Moves:
     axes = _between(at.state, b, at.sizes)
-    old, new = at.held(at.state, axes), at.held(b, axes)
+    old, new, _ = at.held(b, axes)
     if at.block:
         holders = {held: rank for rank, held in enumerate(old)}
         pairs = tuple((holders.get(held, -1), rank) for rank, held in enumerate(new))
@@ -428,6 +435,12 @@ def _held(
         tuple(map(_run, state.indices(shape, sizes, dict.fromkeys(sizes, 0) | c)))
         for c in coordinates({a: sizes[a] for a in axes})
     )
+
+
+def _run_of(dim: Dim, n: int, sizes: Sizes) -> int:
+    """Return the length of the runs in which a token of a dimension of size n deals elements."""
+    parts = math.prod(p if isinstance(p, int) else sizes[p] for p in dim.parts)
+    return 1 if dim.order != "contiguous" or n % parts else n // parts
 
 
 def _lacking(old: Box, new: Box) -> int:
