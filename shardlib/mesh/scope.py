@@ -42,8 +42,8 @@ class Listeners(NamedTuple):
     traces: tuple[Any, ...] = ()  # counters of communication
     # called for every function of a sharded tensor: sl.explain
     watcher: Any = None
-    # counts reads of values in a call that is planned
-    rehearsal: Any = None
+    # whether a call is planned, in which how often values are read is not guessed
+    rehearsal: bool = False
     # counts a loop's equal steps from one of them: planning/strategies.py
     repeats: Any = None
 

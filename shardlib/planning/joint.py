@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from shardlib.errors import ShardError
+from shardlib.errors import ShardError, Unsupported
 from shardlib.mesh import record
 from shardlib.modules import parallelize
 from shardlib.modules.dim_trace import trace_dimensions
@@ -142,9 +142,14 @@ class Study:
         for name, texts in asked.refused.items():
             known = self.refused.get(small := small_name(name, stacks), frozenset())
             self.refused[small] = known | texts
-        self.step = calls_of(
-            self.small, self.inputs, asked.loss, lambda module: layer_of(module, stacks)
-        )
+        try:
+            self.step = calls_of(
+                self.small, self.inputs, asked.loss, lambda module: layer_of(module, stacks)
+            )
+        except Unsupported as e:
+            why = f"the step does not run on shapes alone, by which it is priced: {e.message}"
+            fix = "apply, params = sl.parallelize(model, sl.recipes.ddp(model))"
+            raise Unsupported(why, op="plan", fix=fix) from e
         self.parts = parts_of(stacks, self.step)
 
     def settings(self, pipe: int = 1, host: bool = False) -> list[Setting]:
@@ -453,7 +458,7 @@ class Study:
                     return None
         return Strategy(
             axes, rules, texts, remat, how, self.micros, seconds, whole.peak, along, whole,
-            setting.recipe, tiers, self._largest(found),
+            setting.recipe, tiers, self._largest(found), self._whole(found, search.table),
         )  # fmt: skip
 
     def _in_tiers(
@@ -481,6 +486,15 @@ class Study:
             tx = self.asked.transform(how, {"device": 1 << 60})
             found = run(tx.shard(params), tx=tx)
         return found, {}
+
+    def _whole(self, found: Solution, table: Table) -> tuple[str, ...]:
+        """List the calls that take no split operand, with the reason."""
+        said: dict[str, None] = {}
+        for column, _ in found.counts:
+            for call, _, _ in column.way[0].steps():
+                if why := table.unsplit(call):
+                    said[" of ".join(filter(None, (call.name, call.module))) + f": {why}"] = None
+        return tuple(said)
 
     def _largest(self, found: Solution) -> tuple[tuple[str, int], ...]:
         """List a rank's tensors of a solution, largest first: parameters, and what calls make."""

@@ -3,13 +3,14 @@
 A stack of equal layers costs as much as one of them times their number.
 """
 
-import copy
 import itertools
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
+
+from shardlib.modules.weightless_copy import copied
 
 
 @dataclass(frozen=True)
@@ -29,16 +30,12 @@ class Outline:
 
     def model(self) -> nn.Module:
         """Build the model that has every distinct layer once, on the tensors of the original."""
-        # deepcopy shares what is in the memo: the copies use the original tensors
-        memo: dict[int, Any] = {id(t): t for t in (*self.base.parameters(), *self.base.buffers())}
-        small = {}
+        small = copied(self.base, {})[id(self.base)]
         for path, alike in self.stacks:
-            stack: Any = self.base.get_submodule(path)
+            stack: Any = small.get_submodule(path)
             first = sorted(members[0] for members in alike)
-            layers = [copy.deepcopy(stack[i], dict(memo)) for i in first]
-            made = type(stack)(layers) if isinstance(stack, nn.ModuleList) else type(stack)(*layers)
-            small[id(stack)] = made.train(stack.training)
-        return copy.deepcopy(self.base, memo | small)
+            vars(stack)["_modules"] = {str(at): stack[i] for at, i in enumerate(first)}
+        return small
 
     def apart(self, paths: Collection[str]) -> "Outline":
         """Return the outline in which no layers of these stacks count as equal.

@@ -50,6 +50,8 @@ class Plan(Strategy):
     ``recipe``     the name of the one of ``sl.recipes`` whose rules these are; "" for none.
     ``largest``  (name, bytes) of the tensors of one rank, the largest first: parameters, and results
                  of calls by function and module; the numbers of equal layers are stars.
+    ``whole``    calls that take no split value, as of an operator without a declaration, with the
+                 reason: what they read is whole on every rank.
 
     >>> import torch, shardlib as sl
     >>> mlp = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
@@ -210,6 +212,7 @@ class Plan(Strategy):
             lines.append(f"{self.microbatches} micro-batches of {each} rows each")
         if self.zero:
             lines.append("zero " + ", ".join(f"{k}={v!r}" for k, v in self.zero.items()))
+        lines += [f"whole on every rank: {said}" for said in self.whole]
         if e.tiers is not None:
             lines += str(e.tiers).splitlines()
         for axes, (nbytes, messages) in self.along.items():

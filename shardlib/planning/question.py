@@ -91,6 +91,7 @@ class Strategy:
     recipe: str = ""
     tiers: Mapping[str, Any] = field(default_factory=dict)
     largest: tuple[tuple[str, int], ...] = field(default=(), repr=False)
+    whole: tuple[str, ...] = ()
 
     def better(self, other: "Strategy | None", room: float) -> bool:
         """Return whether it fits where another does not, or is faster, or the smaller of two."""

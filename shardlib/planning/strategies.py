@@ -113,7 +113,7 @@ class Table:
 
     def __init__(self, step: StepCalls, mesh: Mesh) -> None:
         self.step, self.mesh = step, mesh
-        self.known: dict[Hashable, CallStrategy | str] = {}
+        self.known: dict[tuple[Hashable, tuple[Operand, ...]], CallStrategy | str] = {}
         # of the ways of a search: what does not depend on ZeRO
         self.offers: dict[Any, list[Any]] = {}
         self.transitions: dict[Any, dict[Any, Any]] = {}
@@ -124,6 +124,15 @@ class Table:
         if key not in self.known:
             self.known[key] = self._run(call, operands)
         return self.known[key]
+
+    def unsplit(self, call: Call) -> str:
+        """Return why a call takes no operand that is split over an axis; "" if it takes one."""
+        found = [
+            x for (key, operands), x in self.known.items()
+            if key == call.key and any(o.place.layout.axes for o in operands)
+        ]  # fmt: skip
+        refused = [x for x in found if isinstance(x, str)]
+        return refused[0] if refused and len(refused) == len(found) else ""
 
     def moves(self, call: Call, operands: Sequence[Operand]) -> Cost | None:
         """Return what forward of a product moves at the least, which its algorithm says before it runs.

@@ -386,3 +386,42 @@ def test_a_parameter_that_is_none_is_refused() -> None:
         with pytest.raises(sl.errors.BadArgument, match="no matrix") as e:
             getattr(found, method)(text)
         assert e.value.fix == f"found.{method}({near!r})"
+
+
+@torch.library.custom_op("plans::twice", mutates_args=())
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+
+
+twice.register_fake(torch.empty_like)
+twice.register_autograd(lambda ctx, g: 2 * g)
+
+
+class Between(nn.Module):
+    """A function between two products; as an attribute it can be no deep copy."""
+
+    def __init__(self, between: Any) -> None:
+        super().__init__()
+        self.before, self.between, self.after = nn.Linear(8, 8), between, nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.after(self.between(self.before(x)))
+
+
+def test_an_operator_without_declaration_is_held_whole_and_said() -> None:
+    found = sl.plan(Between(twice), torch.empty(4096, 8), ranks=2)
+    assert len(found.whole) == 1 and "twice" in found.whole[0]
+    assert f"whole on every rank: {found.whole[0]}" in str(found)
+    model, x = Between(twice), torch.randn(4096, 8)
+    with sl.simulate(**found.mesh):
+        apply, params, _ = found.apply(model)
+        out = apply(params, sl.shard(x, found.inputs[0]))
+        torch.testing.assert_close(sl.unshard(out), model(x))
+    assert sl.plan(Between(torch.tanh), torch.empty(4096, 8), ranks=2).whole == ()
+
+
+def test_a_forward_that_asks_for_values_is_refused() -> None:
+    model = Between(lambda x: x if x.sum() > 0 else -x)
+    with pytest.raises(sl.errors.Unsupported, match="does not run on shapes alone") as e:
+        sl.plan(model, torch.empty(8, 8), ranks=2)
+    assert e.value.op == "plan"

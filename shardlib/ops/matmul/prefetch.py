@@ -136,7 +136,7 @@ class _ProductOrder:
         kept = facts is not None and facts.derived is not None
         self.read.append(self.firsts.setdefault(facts.serial, at) if kept else at)
         if self.reads[: at + 1] != self.read:
-            return True if scope().listeners.rehearsal is None else None
+            return None if scope().listeners.rehearsal else True
         return self.read[-1] in self.reads[at + 1 :]
 
     def end(self) -> None:
@@ -167,12 +167,6 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return _place(a) == _place(b) and a.shape == b.shape and a.stride() == b.stride()
 
 
-class _Rehearsal:
-    """Planned call, in which nothing is guessed; ``learnt`` counts calls with repeated reads."""
-
-    learnt = 0
-
-
 @contextmanager
 def prefetching(
     order: list[Entry], weights: Mapping[str, Tensor], reads: list[int] | None = None
@@ -183,17 +177,12 @@ def prefetching(
     Every rank must run the same products.  A call in another thread
     may update ``order`` meanwhile.
     """
-    call, rehearsal = (
-        _ProductOrder(list(order), weights, list(reads or [])),
-        scope().listeners.rehearsal,
-    )
+    call = _ProductOrder(list(order), weights, list(reads or []))
     try:
         with within(prefetch=call):
             yield
         order[:] = call.seen
         if reads is not None:
-            if rehearsal is not None:
-                rehearsal.learnt += call.reads != call.read and len(set(call.read)) < len(call.read)
             reads[:] = call.read
     finally:
         call.end()
@@ -209,8 +198,7 @@ def planned(rehearse: Callable[[], object], plan: Callable[[], T]) -> T:
 
     The rehearsal runs forward alone, about a third of a step.
     """
-    rehearsal = _Rehearsal()
-    with within(rehearsal=rehearsal):
+    with within(rehearsal=True):
         rehearse()
         return plan()
 
