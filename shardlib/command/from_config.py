@@ -575,13 +575,18 @@ def _table_of(e: ShardError, remat: Sequence[tuple[str, Any]]) -> tuple[str, ...
 def _check_axes(
     config: Config, mesh: Mesh, rules: Rules, params: Mapping[str, ShardedTensor]
 ) -> None:
-    """Refuse an axis of several ranks over which nothing is split: they would do equal work."""
+    """Refuse an axis of several ranks over which nothing is split: they would do equal work.
+
+    A plan may want that, and its file says so: ``[layout] axes`` has the axis under its own name.
+    """
     texts = [rules.tokens, rules.labels, str(config.table("data").get("layout", ""))]
     used = set(re.findall(r"\w+", " ".join(texts)))
     for layout in map(layout_of, params.values()):
         used.update(layout.named)
     used.update(datasets.fields(config.table("optimizer", "zero").get("axis", ())))
     used.add(config.table("stages").get("axis", ""))
+    said = config.table("layout").get("axes", {})
+    used.update(name for name, axis in said.items() if name == axis)
     own = keys_of(getattr(recipes, config.table("layout").get("recipe", "ddp")))
     names = used | {p.default for p in own.values() if isinstance(p.default, str)} - {*mesh.axes}
     for axis, n in mesh.axes.items():

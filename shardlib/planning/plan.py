@@ -7,6 +7,7 @@ for a faster step.  ``choose`` restricts the search to the layouts of recipes.
 
 import fnmatch
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -174,6 +175,11 @@ class Plan(Strategy):
             # it says how tokens and labels lie, too
             del data["layout"]
             layout = {"recipe": self.recipe, "pad": True}
+        texts = [rows, *(text for _, text in self.rules), *self.zero.get("axis", ())]
+        used = set(re.findall(r"\w+", " ".join(texts + [*self.inputs] * bool(self.recipe))))
+        if equal := {a: a for a, n in self.mesh.items() if n > 1 and a not in {*used, PIPE}}:
+            # without a name in the file, an axis over which nothing is split is refused
+            layout["axes"] = equal
         tables = {
             "mesh": dict(self.mesh),
             "data": data,
