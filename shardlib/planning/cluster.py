@@ -23,6 +23,7 @@ from shardlib.collectives import (
     psum,
     psum_scatter,
     spans_processes,
+    trace,
 )
 from shardlib.errors import BadArgument, similar
 from shardlib.mesh import Link, Mesh, MeshLike, accelerator, as_mesh, bind, make_mesh, world_size
@@ -283,14 +284,14 @@ def _of_rank_0(rates: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
 
 
 def probe(
-    mesh: MeshLike | None = None, *, words: int = 1 << 18, repeats: int = 5
+    mesh: MeshLike | None = None, *, words: int = 1 << 20, repeats: int = 5
 ) -> dict[str, Link]:
     """Measure seconds per message and per byte along every axis; later choices use them.
 
-    Per axis it times an all_gather and a psum_scatter, of one and of ``words`` fp32 words per rank,
-    since products use both, and takes the fastest of ``repeats``.  All ranks use rank 0's figures,
-    because they must choose alike.  Where no ranks run (simulate, record) the defaults are
-    returned.
+    Per axis it times an all_gather, a psum_scatter and a psum, each alone, from which a rank
+    receives about one and about ``words`` fp32 words, and takes the fastest of ``repeats`` of each.
+    All ranks use rank 0's figures, because they must choose alike.  Where no ranks run (simulate,
+    record) the defaults are returned.
 
     >>> import shardlib as sl
     >>> with sl.simulate(x=2):
@@ -301,29 +302,36 @@ def probe(
     if not spans_processes(m):
         return {axis: m.links.get(axis, Link()) for axis in m.names}
     axes = [axis for axis in m.names if m.axes[axis] > 1]
-    times = []
     with bind(m):
-        for axis in axes:
-            times += [_seconds(axis, 1, m, repeats), _seconds(axis, words, m, repeats)]
-        told = torch.tensor(times, dtype=torch.float64, device="cpu")
+        found = [
+            [_received(axis, 1, m, repeats), _received(axis, words, m, repeats)] for axis in axes
+        ]
+        told = torch.tensor(found, dtype=torch.float64, device="cpu")
         told = pbroadcast(told.to(m.device), m.names, 0).cpu() if axes else told
-    for axis, (small, large) in zip(axes, told.reshape(-1, 2).tolist(), strict=True):
-        # a ring takes p - 1 hops, each of ``words`` fp32 words
-        hops = m.axes[axis] - 1
-        m.links[axis] = Link(small / hops, max((large - small) / (hops * 4 * words), 1e-15))
+    for axis, (small, large) in zip(axes, told.tolist(), strict=True):
+        more, seconds = large[1] - small[1], large[0] - small[0]
+        m.links[axis] = Link(small[0] / small[2], max(seconds / max(more, 1.0), 1e-15))
     # choices that depend on the old prices
     m.memo.forget()
     return {axis: m.links.get(axis, Link()) for axis in m.names}
 
 
-def _seconds(axis: str, words: int, mesh: object, repeats: int) -> float:
-    """Time one collective: the mean of a gather and a scatter."""
-    x = torch.zeros(words, device=mesh.device)
-    best = math.inf
-    for _ in range(repeats + 1):
-        # a barrier, so that all ranks start together
-        float(psum(x[:1], mesh.names))
-        began = time.perf_counter()
-        float(psum_scatter(all_gather(x, axis), axis)[-1])
-        best = min(best, time.perf_counter() - began)
-    return best / 2
+def _received(axis: str, words: int, mesh: Mesh, repeats: int) -> tuple[float, float, int]:
+    """Time collectives that each receive about so many words; return seconds, bytes, messages."""
+    n, seconds = mesh.axes[axis], 0.0
+    part = max(words // (n - 1), 1)
+    runs = (all_gather, part), (psum_scatter, n * part), (psum, max(n * part // 2, 1))
+    with trace() as moved:
+        # the first call connects the ranks
+        for run, size in runs:
+            run(torch.zeros(size, device=mesh.device), axis)
+    for run, size in runs:
+        x, best = torch.zeros(size, device=mesh.device), math.inf
+        for _ in range(repeats):
+            # a barrier, so that all ranks start together
+            float(psum(x[:1], mesh.names))
+            began = time.perf_counter()
+            float(run(x, axis)[-1])
+            best = min(best, time.perf_counter() - began)
+        seconds += best
+    return seconds, float(moved.bytes), moved.messages

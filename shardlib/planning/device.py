@@ -1,15 +1,18 @@
 """Rates of this device, by class of kernel: products by size and dtype, attention, memory."""
 
-import math
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardlib.planning.work import KernelClass
+from shardlib.grad import value_and_grad
+from shardlib.mesh import simulate
+from shardlib.placing import shard
+from shardlib.planning.work import KernelClass, Meter, StepWork
 
 _PRODUCTS = (16, 64, 256, 1024)
 _LENGTHS = (64, 256, 1024)
@@ -24,19 +27,23 @@ def measure_device(device: torch.device, seconds: float = 2.0) -> dict[str, Any]
     forward and backward, with what these read and write.  A size that would take longer than its
     part of the time is left out.
 
+    An accelerator runs behind the host.  On a CPU ``call`` is that of a sharded operator, forward
+    and backward, with what Python takes for it, and the clock is the thread's own: the rates are
+    those of a core of its own, also where others run on it.
+
     >>> found = measure_device(torch.device("cpu"), seconds=0.05)
     >>> sorted(found), found["flops"] > found["bandwidth"]
     (['bandwidth', 'call', 'flops', 'kernels'], True)
     """
-    part = seconds / (2 + len(_dtypes(device)) * (len(_PRODUCTS) + len(_LENGTHS)))
+    part = seconds / (3 + len(_dtypes(device)) * (len(_PRODUCTS) + len(_LENGTHS)))
     few = torch.ones(8, device=device)
-    call = _best(lambda: few + few, device, part)
+    call = _mean(lambda: few + few, device, part)
     long = torch.randn(1 << 12, 1 << 10, device=device)
     passes = [
         (3, lambda: long + long), (2, lambda: F.gelu(long)),
         (2, lambda: F.layer_norm(long, long.shape[1:])), (2, lambda: long.softmax(-1)),
     ]  # fmt: skip
-    took = sum(_best(f, device, part / len(passes)) for _, f in passes) - len(passes) * call
+    took = sum(_mean(f, device, part / len(passes)) for _, f in passes) - len(passes) * call
     bandwidth = sum(times * long.nbytes for times, _ in passes) / max(took, 1e-12)
     kernels: dict[str, dict[int, float]] = {}
     # of each kind the seconds of an operation at the size before
@@ -44,13 +51,31 @@ def measure_device(device: torch.device, seconds: float = 2.0) -> dict[str, Any]
     for kernel, operations, calls, run in _kernels(device):
         if operations * pace.get(kernel.kind, 0.0) > 2 * part:
             continue
-        best = _best(run, device, part)
-        pace[kernel.kind] = best / operations
-        rate = operations / max(best - calls * call, best / 10)
+        took = _mean(run, device, part)
+        pace[kernel.kind] = took / operations
+        rate = operations / max(took - calls * call, took / 10)
         kernels.setdefault(kernel.kind, {})[kernel.size] = _digits(rate)
     flops = max(r for kind, row in kernels.items() if "matmul" in kind for r in row.values())
+    call = _sharded_call(device, part) if device.type == "cpu" else call
     found = {"flops": flops, "bandwidth": _digits(bandwidth), "call": _digits(call)}
     return {**found, "kernels": kernels}
+
+
+def _sharded_call(device: torch.device, seconds: float) -> float:
+    """Return the seconds of an operator of a step on few numbers, each on one simulated rank."""
+
+    def chain(w: Tensor, x: Tensor) -> Tensor:
+        for _ in range(4):
+            x = x + F.layer_norm(F.gelu(F.linear(x, w)), x.shape[1:])
+        return x.sum()
+
+    with simulate(x=1):
+        few, work = shard(torch.ones(2, 2, device=device), ". ."), StepWork()
+        step = partial(value_and_grad(chain), few, few)
+        step()
+        with Meter(work):
+            step()
+        return _mean(step, device, seconds) / work.calls
 
 
 def _digits(x: float) -> float:
@@ -94,15 +119,17 @@ def _kernels(device: torch.device) -> Iterator[Timed]:
             yield KernelClass(f"attention {name}", n), operations, 2, attention
 
 
-def _best(run: Callable[[], object], device: torch.device, seconds: float) -> float:
-    """Return the least seconds of a call, of those that this time allows."""
+def _mean(run: Callable[[], object], device: torch.device, seconds: float) -> float:
+    """Return the seconds of a call on average, of those that this time allows."""
     # the first call loads what it needs
     run()
-    best, ends = math.inf, time.perf_counter() + seconds
-    while best == math.inf or time.perf_counter() < ends:
-        began = time.perf_counter()
+    clock = time.thread_time if device.type == "cpu" else time.perf_counter
+    took, count, ends = 0.0, 0, time.perf_counter() + seconds
+    while not count or time.perf_counter() < ends:
+        began = clock()
         run()
         if device.type != "cpu":
             torch.accelerator.synchronize()
-        best = min(best, time.perf_counter() - began)
-    return best
+        took += clock() - began
+        count += 1
+    return took / count

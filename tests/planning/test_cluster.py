@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -117,6 +118,25 @@ def test_real_ranks_measure_their_own_links(pool: Any) -> None:
     assert one.between == sheet.between and one.inside != sheet.inside
     assert one.source.startswith("measured between 4 ranks of a node; between nodes half of")
     assert pool.run(_refused, x=4) == ["sl.planning.measured(ranks=4)"] * 4
+
+
+KNOWN = {"x": sl.planning.Link(3e-4, 2e-9), "y": sl.planning.Link(2e-5, 5e-8)}
+
+
+def _by_our_clock() -> dict[str, sl.planning.Link]:
+    with sl.trace() as t, pytest.MonkeyPatch.context() as patch:
+        seconds = lambda e: KNOWN[e.axis].seconds(float(e.bytes), e.messages)  # noqa: E731
+        clock = lambda: sum(seconds(e) for e in t.events if e.axis in KNOWN)  # noqa: E731
+        patch.setattr("shardlib.planning.cluster.time", SimpleNamespace(perf_counter=clock))
+        return sl.probe(words=1 << 10, repeats=1)
+
+
+def test_links_of_known_speed_are_measured_as_such(pool: Any) -> None:
+    """The clock goes on by the seconds that these links give to what moves."""
+    for found in pool.run(_by_our_clock, x=2, y=2):
+        for axis, link in KNOWN.items():
+            assert found[axis].alpha == pytest.approx(link.alpha, rel=0.02)
+            assert found[axis].beta == pytest.approx(link.beta, rel=1e-6)
 
 
 def probed() -> Any:
