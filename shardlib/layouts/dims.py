@@ -148,7 +148,7 @@ def positions(dim: Dim, n: int, sizes: Sizes, coord: Coord) -> Sequence[int]:
     if dim.order != "contiguous":
         return _dealt_positions(dim, n, sizes, coord)
     # a position has one digit per part (mixed radix): an axis fixes its digit, an integer does not
-    radices = [_radix(p, sizes) for p in dim.parts]
+    radices = [radix_of(p, sizes) for p in dim.parts]
     stride = n - n % math.prod(radices)
     start, offsets = 0, [0]
     for part, radix in zip(dim.parts, radices, strict=True):
@@ -162,7 +162,7 @@ def positions(dim: Dim, n: int, sizes: Sizes, coord: Coord) -> Sequence[int]:
     return [start + o + k for o in offsets for k in range(stride)]
 
 
-def _radix(part: str | int, sizes: Sizes) -> int:
+def radix_of(part: str | int, sizes: Sizes) -> int:
     return part if isinstance(part, int) else sizes[part]
 
 
@@ -305,7 +305,7 @@ def block_shape(dims: Sequence[Dim], shape: Sequence[int], sizes: Sizes) -> tupl
 
 
 def _groups(dim: Dim, sizes: Sizes) -> int:
-    return math.prod(_radix(p, sizes) for p in dim.groups.parts)
+    return math.prod(radix_of(p, sizes) for p in dim.groups.parts)
 
 
 def _ways(dim: Dim, n: int, sizes: Sizes) -> int:

@@ -34,7 +34,7 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from shardlib.layouts.dims import WHOLE, Dim, positions
+from shardlib.layouts.dims import WHOLE, Dim, positions, radix_of
 from shardlib.mesh import Axes, MeshKey, Sizes, axis_sizes, coordinates
 
 # a Layout; layout.py imports this file
@@ -439,8 +439,10 @@ def _held(
 
 def _run_of(dim: Dim, n: int, sizes: Sizes) -> int:
     """Return the length of the runs in which a token of a dimension of size n deals elements."""
-    parts = math.prod(p if isinstance(p, int) else sizes[p] for p in dim.parts)
-    return 1 if dim.order != "contiguous" or n % parts else n // parts
+    parts = math.prod(radix_of(p, sizes) for p in dim.parts)
+    if dim.order != "contiguous" or n % parts:
+        return 1
+    return n // parts
 
 
 def _lacking(old: Box, new: Box) -> int:

@@ -84,7 +84,8 @@ class ChunkCache(TieredRoom):
             self.chunk_of[b.name] = chunk = block + " frozen" * frozen
             self.block_of[chunk] = block
             self.chunks.setdefault(chunk, []).append(b)
-            self.trained |= set() if frozen else {chunk}
+            if not frozen:
+                self.trained |= {chunk}
         self.sizes = {c: sum(map(part_bytes, some)) for c, some in self.chunks.items()}
         self.rows: dict[str, TierRow] = {}
         self.store = RowStore(ledger, device, self.shares)
@@ -369,8 +370,9 @@ class ChunkCache(TieredRoom):
 
     def at_end(self, finish: Callable[[], object]) -> None:
         """Call a function when the last update of a step is posted."""
-        self.finish = finish if self.due else None
+        self.finish = finish
         if not self.due:
+            self.finish = None
             finish()
 
     def land(self, most: int) -> None:

@@ -56,7 +56,8 @@ def measure_device(device: torch.device, seconds: float = 2.0) -> dict[str, Any]
         rate = operations / max(took - calls * call, took / 10)
         kernels.setdefault(kernel.kind, {})[kernel.size] = _digits(rate)
     flops = max(r for kind, row in kernels.items() if "matmul" in kind for r in row.values())
-    call = _sharded_call(device, part) if device.type == "cpu" else call
+    if device.type == "cpu":
+        call = _sharded_call(device, part)
     found = {"flops": flops, "bandwidth": _digits(bandwidth), "call": _digits(call)}
     return {**found, "kernels": kernels}
 
@@ -123,7 +124,9 @@ def _mean(run: Callable[[], object], device: torch.device, seconds: float) -> fl
     """Return the seconds of a call on average, of those that this time allows."""
     # the first call loads what it needs
     run()
-    clock = time.thread_time if device.type == "cpu" else time.perf_counter
+    clock = time.perf_counter
+    if device.type == "cpu":
+        clock = time.thread_time
     took, count, ends = 0.0, 0, time.perf_counter() + seconds
     while not count or time.perf_counter() < ends:
         began = clock()

@@ -301,14 +301,15 @@ class Search:
         now = {begin: [Way()]}
         again = 1 + bool(remat)
         outer = frozenset(x.root for x in begin.alive)
-        rest = sum(again * f + b for f, b in (ideal[c] for c in calls)) if ideal else 0.0
+        pairs = {c: (ideal or {}).get(c, (0.0, 0.0)) for c in calls}
+        least = {c: again * forward + back for c, (forward, back) in pairs.items()}
+        rest = sum(least.values())
         for call in calls:
             found: dict[State, list[Way]] = defaultdict(list)
-            own = again * ideal[call][0] + ideal[call][1] if ideal else 0.0
-            rest -= own
+            rest -= least[call]
             for state, ways in now.items():
                 spent = again * ways[0].forward + ways[0].back
-                room = (limit - rest - own - spent) / again
+                room = (limit - rest - least[call] - spent) / again
                 for taken in self._transitions(call, state, outer, room):
                     longer = self._longer(ways, taken, again, limit - rest)
                     if longer:
@@ -512,7 +513,9 @@ class Search:
 
     def _ask(self, call: Call, given: Mapping[int, Operand], choice: Choice) -> CallStrategy | None:
         found = self.table.ask(call, self._placed(call, given, choice))
-        return None if isinstance(found, str) else found
+        if isinstance(found, str):
+            return None
+        return found
 
     def _placed(self, call: Call, given: Mapping[int, Operand], choice: Choice) -> list[Operand]:
         """Return all operands of a call in their order."""

@@ -131,8 +131,9 @@ class Table:
             x for (key, operands), x in self.known.items()
             if key == call.key and any(o.place.layout.axes for o in operands)
         ]  # fmt: skip
-        refused = [x for x in found if isinstance(x, str)]
-        return refused[0] if refused and len(refused) == len(found) else ""
+        if all(isinstance(x, str) for x in found):
+            return next((x for x in found if isinstance(x, str)), "")
+        return ""
 
     def moves(self, call: Call, operands: Sequence[Operand]) -> Cost | None:
         """Return what forward of a product moves at the least, which its algorithm says before it runs.
