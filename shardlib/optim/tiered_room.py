@@ -45,10 +45,8 @@ class TieredRoom(Room):
         super().__init__()
         self.ledger, self.movers, self.device, self.shares = ledger, movers, device, shares
         self.here = here
-        kinds, spare = (
-            ("parameters", "state", "gradients", "gathered"),
-            weakref.WeakMethod(self.spare),
-        )
+        kinds = "parameters", "state", "gradients", "gathered"
+        spare = weakref.WeakMethod(self.spare)
         how = device, shares
         pools = (Buffers(ledger, "device", kind, *how, spare) for kind in kinds)
         self.parts, self.states, self.memory, self.gathered = pools

@@ -53,6 +53,10 @@ class Call:
         func = getattr(self.func, "first", self.func)
         return getattr(func, "__name__", str(func))
 
+    def at(self, module: str) -> str:
+        """Write the call with the path of a module, as ``gelu of h.0``."""
+        return " of ".join(filter(None, (self.name, module)))
+
     def run(self, values: Sequence[ShardedTensor]) -> list[ShardedTensor]:
         """Call the function with these values for what it reads, and return the sharded results."""
         at = dict(zip(self.reads, values, strict=True))

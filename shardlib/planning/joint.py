@@ -489,12 +489,9 @@ class Study:
 
     def _whole(self, found: Solution, table: Table) -> tuple[str, ...]:
         """List the calls that take no split operand, with the reason."""
-        said: dict[str, None] = {}
-        for column, _ in found.counts:
-            for call, _, _ in column.way[0].steps():
-                if why := table.unsplit(call):
-                    said[" of ".join(filter(None, (call.name, call.module))) + f": {why}"] = None
-        return tuple(said)
+        steps = (step for column, _ in found.counts for step in column.way[0].steps())
+        reasons = {call: table.unsplit(call) for call in dict.fromkeys(s.call for s in steps)}
+        return tuple(f"{call.at(call.module)}: {why}" for call, why in reasons.items() if why)
 
     def _largest(self, found: Solution) -> tuple[tuple[str, int], ...]:
         """List a rank's tensors of a solution, largest first: parameters, and what calls make."""
@@ -505,7 +502,7 @@ class Study:
             for call, strategy, choice in column.way[0].steps():
                 for i, leaf in choice.items():
                     sizes |= Counter({name(self.step.parameters[i]): leaf.operand.nbytes})
-                result = " of ".join(filter(None, (call.name, name(call.module))))
+                result = call.at(name(call.module))
                 own = zip(strategy.outs, strategy.shares, strict=True)
                 sizes |= Counter({result: max((x.nbytes for x, i in own if i < 0), default=0)})
         return tuple(sizes.most_common())

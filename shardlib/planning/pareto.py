@@ -346,18 +346,22 @@ class Search:
         ``outer``  roots whose memory these calls do not count.
         ``room``   seconds that forward's transfers may take.
         """
-        known = self.table.transitions.setdefault((call, outer, state), {})
-        have = {x.number: x for x in state.alive}
-        given = {r: have[r] for r in call.reads if r in have}
-        for offer in self._offers(call, {r: x.operand for r, x in given.items()}):
+        known = self.table.transitions.setdefault((call, outer), {})
+        if state not in known:
+            have = {x.number: x for x in state.alive}
+            given = {r: have[r] for r in call.reads if r in have}
+            offers = self._offers(call, {r: x.operand for r, x in given.items()})
+            known[state] = have, given, dict.fromkeys(offers)
+        have, given, found = known[state]
+        for offer, taken in found.items():
             if offer.moves and self.holding.passes * self.rates.least(offer.moves) > room:
                 continue
-            if offer not in known:
-                known[offer] = [
+            if taken is None:
+                taken = found[offer] = [
                     Transition(step, given, *self._after(state, have, step, outer))
                     for step in self._steps(call, offer)
                 ]
-            yield from known[offer]
+            yield from taken
 
     def _price(self, taken: Transition) -> Price:
         """Return what a step costs, found once for the parameters whose gradients are summed before."""

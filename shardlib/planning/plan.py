@@ -175,7 +175,8 @@ class Plan(Strategy):
             # it says how tokens and labels lie, too
             del data["layout"]
             layout = {"recipe": self.recipe, "pad": True}
-        texts = [rows, *(text for _, text in self.rules), *self.zero.get("axis", ())]
+        texts = [rows, *(text for _, *said in self.rules for text in said)]
+        texts += self.zero.get("axis", ())
         used = set(re.findall(r"\w+", " ".join(texts + [*self.inputs] * bool(self.recipe))))
         if equal := {a: a for a, n in self.mesh.items() if n > 1 and a not in {*used, PIPE}}:
             # without a name in the file, an axis over which nothing is split is refused

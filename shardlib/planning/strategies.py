@@ -131,9 +131,10 @@ class Table:
             x for (key, operands), x in self.known.items()
             if key == call.key and any(o.place.layout.axes for o in operands)
         ]  # fmt: skip
-        if all(isinstance(x, str) for x in found):
-            return next((x for x in found if isinstance(x, str)), "")
-        return ""
+        refused = [x for x in found if isinstance(x, str)]
+        if not refused or len(refused) < len(found):
+            return ""
+        return refused[0]
 
     def moves(self, call: Call, operands: Sequence[Operand]) -> Cost | None:
         """Return what forward of a product moves at the least, which its algorithm says before it runs.

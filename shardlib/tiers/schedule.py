@@ -80,7 +80,7 @@ class Uses:
 
 
 Move = tuple[Literal["load", "drop"], str]
-"""What happens to a chunk."""
+"""A chunk, and whether it is loaded or dropped."""
 
 
 def moves(

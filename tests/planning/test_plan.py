@@ -427,6 +427,12 @@ def test_an_operator_without_declaration_is_held_whole_and_said() -> None:
     assert sl.plan(Between(torch.tanh), torch.empty(4096, 8), ranks=2).whole == ()
 
 
+def test_a_rule_with_the_layout_of_a_product_is_written_to_the_file() -> None:
+    found = sl.plan(Between(torch.tanh), torch.empty(4096, 8), mesh={"a": 2})
+    rules = ("before.weight", ". .", "a ."), *found.rules
+    assert '["before.weight", ". .", "a ."]' in replace(found, rules=rules).toml()
+
+
 def test_a_forward_that_asks_for_values_is_refused() -> None:
     model = Between(lambda x: x if x.sum() > 0 else -x)
     with pytest.raises(sl.errors.Unsupported, match="does not run on shapes alone") as e:
