@@ -83,12 +83,12 @@ def tree_flatten(tree: Any) -> tuple[list[Any], Any]:
     return ([tree], _LEAF) if isinstance(tree, torch.Tensor) else _pytree.tree_flatten(tree)
 
 
-def watched() -> bool:
-    """Check whether another dispatch mode intercepts aten calls now.
+def watcher() -> Any:
+    """Return the dispatch mode that intercepts aten calls now, or None.
 
-    In 2.11 to 2.15.  When it goes: True, and every operation on the meta device runs each time.
+    In 2.11 to 2.15.  When it goes: any object, and every operation on the meta device runs each time.
     """
-    return _get_current_dispatch_mode() is not None
+    return _get_current_dispatch_mode()
 
 
 # The ops that torch's attention runs below autograd, unless it uses its math form; each returns the

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from shardlib.planning.calls import Call
-from shardlib.planning.pareto import Holding, Search, State, Way
+from shardlib.planning.pareto import Holding, Search, State, Way, narrowed
 from shardlib.planning.parts import Part
 from shardlib.planning.program import Column
 
@@ -31,7 +31,7 @@ def columns_of(
     reached = {begin: 0.0}
     found: list[Column] = []
     for number, part in enumerate(parts):
-        ends: dict[State, float] = {}
+        ends: dict[State, tuple[float, float]] = {}
         layers = len(part.layers)
         rest -= part.seconds(ideal)
         for (begin, spent), remat in itertools.product(reached.items(), policies(part)):
@@ -44,27 +44,36 @@ def columns_of(
                     end = replace(after, saved=frozenset(read & {x.root for x in after.alive}))
                 if layers > 1 and not _repeats(begin, end):
                     continue
-                made = [_column(number, begin, end, way, remat, search.holding) for way in ways]
+                states, holding = (_key(begin), _key(end)), search.holding
+                kept = _borders(begin, end) if remat else None
+                made = [_column(number, states, way, remat, kept, holding) for way in ways]
                 found += undominated(made)
                 least = spent + layers * min(c.seconds for c in made)
-                ends[end] = min(least, ends.get(end, math.inf))
-        reached = ends
+                held = min(c.kept + c.saved for c in made)
+                before = ends.get(end, (math.inf, math.inf))
+                ends[end] = min(least, before[0]), min(held, before[1])
+        reached = {end: costs[0] for end, costs in narrowed(ends, lambda costs: costs).items()}
     return found
 
 
-def _column(part: int, begin: State, end: State, way: Way, remat: str, holding: Holding) -> Column:
+def _column(
+    part: int, states: tuple[Any, Any], way: Way, remat: str, kept: int | None, holding: Holding
+) -> Column:
+    """Return the column of a way; ``kept`` is what it saves where it is run again."""
     seconds, saved = way.forward + way.back, way.saved
-    if remat:
-        seconds += way.forward
-        after = {x.root for x in end.alive}
-        left = after - end.saved
-        borders = {x.root: x.nbytes for x in begin.alive if x.counts and x.root not in left}
-        saved = sum(n for root, n in borders.items() if root not in begin.saved)
-    states = _key(begin), _key(end)
+    if kept is not None:
+        seconds, saved = seconds + way.forward, kept
     held = holding.flying * saved
     # while it runs it holds as much beside what it saved as it would in a pipeline of one stage
     most = way.most - saved + held
     return Column(part, *states, seconds, way.kept, way.gradients, held, most, way=(way, remat))
+
+
+def _borders(begin: State, end: State) -> int:
+    """Return the bytes of what a layer that is run again keeps: what it reads, until its end."""
+    left = {x.root for x in end.alive} - end.saved
+    kept = {x.root: x.nbytes for x in begin.alive if x.counts and x.root not in left}
+    return sum(n for root, n in kept.items() if root not in begin.saved)
 
 
 def _roots(calls: Sequence[Call], begin: State) -> set[int]:

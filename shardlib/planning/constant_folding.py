@@ -18,7 +18,7 @@ import optree
 import torch
 from torch import Tensor
 
-from shardlib._compat import DispatchMode, watched
+from shardlib._compat import DispatchMode, watcher
 from shardlib.memory_tracker import tensors_in
 from shardlib.opspec import Args, Func, Kwargs
 
@@ -62,6 +62,11 @@ class Known(DispatchMode):  # type: ignore[misc, valid-type]
         if isinstance(out, Tensor) and out.is_meta and out.numel() <= _limit(out.dtype):
             self._learn(out, func, args, kwargs)
         return out
+
+    def passes(self, args: Args, kwargs: Kwargs) -> bool:
+        """Return whether an operation of these operands has a result of unknown values."""
+        given = tensors_in((args, kwargs))
+        return bool(given) and all(x.is_meta and id(x) not in self.values for x in given)
 
     def tell(self, x: Tensor, value: Tensor) -> None:
         """Give a tensor on the meta device the values of one on the host."""
@@ -198,22 +203,24 @@ def _by_row(func: object, args: Args, ndim: int) -> bool:
 
 @dataclass
 class Result:
-    """The one tensor that an operation on the meta device returns: how to make an equal one.
+    """What an operation on the meta device returns: how to make equal tensors.
 
-    ``size``  None where the operation returns its first operand.
-    ``cost``  class of kernel, operations, and bytes read and written, once they are counted: ``work.Meter``.
+    ``forms``  size, stride and dtype of each tensor, None for one that it leaves out; no forms
+               where the operation returns its first operand.
+    ``one``    whether it returns a tensor, not a tuple.
+    ``cost``   class of kernel, operations, and bytes read and written, once they are counted: ``work.Meter``.
     """
 
-    size: tuple[int, ...] | None
-    stride: tuple[int, ...] = ()
-    dtype: torch.dtype | None = None
+    forms: tuple[tuple[torch.Size, tuple[int, ...], torch.dtype] | None, ...] = ()
+    one: bool = True
     cost: tuple[Any, float, int] | None = None
 
-    def of(self, args: Args) -> Tensor:
-        """Return the tensor."""
-        if self.size is None:
+    def of(self, args: Args) -> Any:
+        """Return the tensors."""
+        if not self.forms:
             return args[0]
-        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device="meta")
+        made = [f and torch.empty_strided(*f[:2], dtype=f[2], device="meta") for f in self.forms]
+        return made[0] if self.one else tuple(made)
 
 
 @dataclass
@@ -221,8 +228,8 @@ class Operator:
     """Facts of an operation of torch, and its results from the cache.
 
     ``views``  whether its results are views of its first operand.
-    ``alone``  whether it returns one tensor: a new one, or its first operand.
-    ``made``   operands -> its result; None where that is no simple tensor, and is made each time.
+    ``alone``  whether it returns new tensors, or its first operand.
+    ``made``   operands -> its result; None where it has others than simple tensors, and runs each time.
     """
 
     views: bool
@@ -237,8 +244,8 @@ def operator_of(func: Func) -> Operator:
     aliases = [r.alias_info for r in schema.returns]
     views = any(a is not None and not a.is_write for a in aliases)
     written = [a.alias_info is not None for a in schema.arguments]
-    alone = written[0] and not any(written[1:]) if schema.is_mutable else aliases == [None]
-    return Operator(views, alone and [str(r.type) for r in schema.returns] == ["Tensor"])
+    alone = written[0] and not any(written[1:]) if schema.is_mutable else not any(aliases)
+    return Operator(views, alone and {str(r.type) for r in schema.returns} == {"Tensor"})
 
 
 def on_shapes(func: Func, args: Args, kwargs: Kwargs) -> Any:
@@ -254,7 +261,8 @@ def on_shapes(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 def result_of(operator: Operator, func: Func, args: Args, kwargs: Kwargs) -> Result | None:
     """Return what an operation gives, from the cache; None if it is to run each time."""
-    if not operator.alone or watched():
+    mode = watcher()
+    if not operator.alone or not (mode is None or _lets(mode, args, kwargs)):
         return None
     try:
         key = *map(_key, args), *((k, _key(x)) for k, x in kwargs.items())
@@ -266,6 +274,11 @@ def result_of(operator: Operator, func: Func, args: Args, kwargs: Kwargs) -> Res
             made.clear()
         made[key] = _made(func(*args, **kwargs), args)
     return made[key]
+
+
+def _lets(mode: object, args: Args, kwargs: Kwargs) -> bool:
+    """Return whether a dispatch mode needs not see an operation of these operands."""
+    return isinstance(mode, Known) and mode.passes(args, kwargs)
 
 
 class _Values(Exception):
@@ -289,13 +302,23 @@ def _key(x: object) -> Hashable:
     raise _Values
 
 
-def _made(out: object, args: Args) -> Result | None:
-    """Describe how to make an equal tensor; None if it shares memory or is not simply strided."""
+def _made(out: Any, args: Args) -> Result | None:
+    """Describe how to make equal tensors; None where one shares memory or is not simply strided."""
     if args and out is args[0]:
-        return Result(None)
-    if type(out) is not Tensor or not out.is_meta or out.storage_offset():
+        return Result()
+    one = isinstance(out, Tensor)
+    outs: list[Tensor | None] = [out] if one else [*out]
+    made = [x for x in outs if x is not None]
+    if any(type(x) is not Tensor or not x.is_meta or x.storage_offset() for x in made):
         return None
-    found = Result(out.shape, out.stride(), out.dtype)
-    own = out.untyped_storage()
-    alone = all(x.untyped_storage()._cdata != own._cdata for x in tensors_in(args))
-    return found if alone and found.of(args).untyped_storage().nbytes() == own.nbytes() else None
+    forms = tuple(None if x is None else (x.shape, x.stride(), x.dtype) for x in outs)
+    found = Result(forms, one)
+    storages = [x.untyped_storage() for x in [*made, *tensors_in(args)]]
+    own = {s._cdata for s in storages[: len(made)]}
+    if len(own) < len(made) or any(s._cdata in own for s in storages[len(made) :]):
+        return None
+    again = tensors_in(found.of(args))
+    same = all(
+        x.untyped_storage().nbytes() == s.nbytes() for x, s in zip(again, storages, strict=False)
+    )
+    return found if same else None

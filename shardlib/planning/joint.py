@@ -180,7 +180,8 @@ class Study:
             for over in dict.fromkeys(every[::-1] if self.asked.zero else every[:1]):
                 stage = 3 if host else 2 * bool(over)
                 holding = Holding(axes, over, stage, self.state, self.micros, pipe, self.total)
-                search = Search(self.step, table, candidates, rates, holding, inputs)
+                given = holding, inputs, self.asked.room
+                search = Search(self.step, table, candidates, rates, *given)
                 yield Setting(search, batch, recipe)
 
     def _table(self, recipe: str, axes: Mapping[str, int]) -> tuple[Table, Candidates]:

@@ -8,12 +8,14 @@ Results' layouts depend on the operands' layouts alone (decision 0003), so a sta
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from shardlib.cost import Cost
 from shardlib.dtypes import wider
+from shardlib.errors import NoImplementation
 from shardlib.layouts import Dim
 from shardlib.mesh import Axes
 from shardlib.planning.calls import Call, StepCalls
@@ -21,8 +23,17 @@ from shardlib.planning.candidates import PRODUCTS, Candidates, Choice, Leaf, col
 from shardlib.planning.strategies import CallStrategy, GradientSum, Operand, Table
 from shardlib.planning.work import Rates, StepWork
 
+T = TypeVar("T")
+
 BUCKET = 25 * 2**20
 """Bytes of gradients that are summed in one transfer, as by ``zero(bucket_mb=25)``."""
+
+
+MANY, GRAIN = 16, 1e-3
+"""Ways of a state, from which on this share of the memory is no difference between two of them."""
+
+STATES = 128
+"""States behind a call of which all are followed; of more, those of least seconds and least bytes."""
 
 
 class Alive(NamedTuple):
@@ -275,14 +286,16 @@ class Search:
     """The best ways through a step's calls on a mesh.
 
     ``remat``  "" to save what backward reads, "full" to save nothing: the part is run again.
+    ``room``   bytes of a rank, see ``undominated``.
     """
 
     def __init__(
         self, step: StepCalls, table: Table, candidates: Candidates, rates: Rates, holding: Holding,
-        inputs: Mapping[int, Operand],
+        inputs: Mapping[int, Operand], room: float = 0.0,
     ) -> None:  # fmt: skip
         self.step, self.table, self.candidates = step, table, candidates
         self.rates, self.holding, self.inputs = rates, holding, inputs
+        self.room = room
         self.first = {n: call for call in reversed(step.calls) for n in call.reads}
         self.at = {id(c): i for i, c in enumerate(step.calls)}
         self.priced: dict[Hashable, Price] = {}
@@ -314,7 +327,8 @@ class Search:
                     longer = self._longer(ways, taken, again, limit - rest)
                     if longer:
                         found[taken.after] += longer
-            now = {state: undominated(ways, bool(remat)) for state, ways in found.items()}
+            best = {s: undominated(ways, bool(remat), self.room) for s, ways in found.items()}
+            now = narrowed(best, lambda ways: _least_of(ways, again))
         return now
 
     def _longer(
@@ -459,14 +473,19 @@ class Search:
             names = {r: self.step.parameters[r] for r in fresh if len(self.step.shapes[r]) < 2}
             leaves = {r: self.candidates.leaf(name, "...") for r, name in names.items()}
             whole = {r: leaf for r, leaf in leaves.items() if leaf}
-            self.table.offers[key] = [
-                Offer(given, matrices, whole, self._moves(call, given, {**matrices, **whole}))
-                for matrices in self.candidates.of_call(call, fresh, given)
-            ]
+            found = self.table.offers[key] = []
+            for matrices in self.candidates.of_call(call, fresh, given):
+                # which a product does not take are none, whatever is added to it
+                with suppress(NoImplementation):
+                    moves = self._moves(call, given, {**matrices, **whole})
+                    found.append(Offer(given, matrices, whole, moves))
         return self.table.offers[key]
 
     def _moves(self, call: Call, given: Mapping[int, Operand], choice: Choice) -> Cost | None:
-        """Return what forward moves at the least, of a call that multiplies by a matrix read first."""
+        """Return what forward moves at the least, of a call that multiplies by a matrix read first.
+
+        Raises: NoImplementation where no algorithm takes the operands.
+        """
         if call.name not in PRODUCTS or not any(len(self.step.shapes[r]) > 1 for r in choice):
             return None
         return self.table.moves(call, self._placed(call, given, choice))
@@ -545,8 +564,11 @@ def _saved(call: Call, strategy: CallStrategy, have: Mapping[int, Alive]) -> lis
     return [have[numbers[k]] for k in strategy.saved]
 
 
-def undominated(ways: Sequence[Way], remat: bool = False) -> list[Way]:
+def undominated(ways: Sequence[Way], remat: bool = False, room: float = 0.0) -> list[Way]:
     """Return the ways that no other beats in seconds and in each of their bytes, the fastest first.
+
+    ``room``  bytes of a rank: of more than MANY ways those are left out that another beats but for
+              a share GRAIN of it.
 
     >>> ways = [Way(1, 1, saved=9), Way(2, 1, saved=9), Way(2, 2, saved=4)]
     >>> [w.saved for w in undominated(ways)]
@@ -554,12 +576,36 @@ def undominated(ways: Sequence[Way], remat: bool = False) -> list[Way]:
     """
     if len(ways) == 1:
         return [*ways]
-    found: list[Way] = []
-    best: list[tuple[float, ...]] = []
     costs = [w.costs(remat) for w in ways]
-    for at in sorted(range(len(ways)), key=costs.__getitem__):
-        _, end, held, most, kept = costs[at]
+    order = sorted(range(len(ways)), key=costs.__getitem__)
+    found = _least(order, costs, 0.0)
+    if len(found) > MANY:
+        found = _least(found, costs, GRAIN * room)
+    return [ways[at] for at in found]
+
+
+def narrowed(found: dict[State, T], costs: Callable[[T], tuple[float, float]]) -> dict[State, T]:
+    """Return the states in their order; of more than STATES, half by either cost, the least first."""
+    if len(found) <= STATES:
+        return found
+    priced = {state: costs(x) for state, x in found.items()}
+    order = (sorted(found, key=lambda state, i=i: priced[state][i]) for i in (0, 1))
+    kept = {state for some in order for state in some[: STATES // 2]}
+    return {state: x for state, x in found.items() if state in kept}
+
+
+def _least_of(ways: Sequence[Way], again: int) -> tuple[float, float]:
+    """Return the least seconds of ways, and the least bytes that one holds between the passes."""
+    return again * ways[0].forward + ways[0].back, min(w.kept + w.saved for w in ways)
+
+
+def _least(order: Sequence[int], costs: Sequence[tuple[float, ...]], more: float) -> list[int]:
+    """Return those that none before them beats in bytes, but for ``more``."""
+    found: list[int] = []
+    best: list[tuple[float, ...]] = []
+    for at in order:
+        _, end, held, most, kept = (c + more for c in costs[at])
         if not any(c[1] <= end and c[2] <= held and c[3] <= most and c[4] <= kept for c in best):
             best.append(costs[at])
-            found.append(ways[at])
+            found.append(at)
     return found

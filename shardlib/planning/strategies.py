@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from shardlib.collectives import Event, trace
 from shardlib.cost import Cost
-from shardlib.errors import ShardError
+from shardlib.errors import NoImplementation, ShardError
 from shardlib.mesh import Axes, Mesh, bind, within
 from shardlib.ops.registry import Match
 from shardlib.opspec import Args, Func, Kwargs
@@ -139,13 +139,15 @@ class Table:
     def moves(self, call: Call, operands: Sequence[Operand]) -> Cost | None:
         """Return what forward of a product moves at the least, which its algorithm says before it runs.
 
-        None where it does not say, or where no algorithm takes the operands.
+        None where it does not say.  Raises: NoImplementation where no algorithm takes the operands.
         """
         with bind(self.mesh), within(promoting=True, watcher=_Ask()):
             try:
                 call.run([o.made() for o in operands])
             except _Chosen as e:
                 return e.match.forward
+            except NoImplementation:
+                raise
             except _REFUSED:
                 return None
         return None

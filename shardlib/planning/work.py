@@ -181,8 +181,8 @@ class Meter(Live):
             kernel, flops, nbytes = _cost(func, out, args, kwargs)
         else:
             out = known.of(args)
-            if known.size is not None:
-                self._note(out, new=True)
+            for x in tensors_in(out) if known.forms else ():
+                self._note(x, new=True)
             if known.cost is None:
                 known.cost = _cost(func, out, args, kwargs)
             kernel, flops, nbytes = known.cost

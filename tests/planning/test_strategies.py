@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardlib as sl
+from shardlib.errors import NoImplementation
 from shardlib.mesh import Link
 from shardlib.ops.matmul import function
 from shardlib.planning.calls import calls_of
@@ -77,7 +78,7 @@ def test_a_product_moves_at_least_what_it_says_before_it_runs(links: tuple[float
     (call,) = [c for c in step.calls if c.name == "linear"]
     texts = [" ".join(two) for two in itertools.product((".", "x", "y", "(x y)"), repeat=2)]
     texts = [t for t in texts if all(t.count(a) < 2 for a in "xy")]
-    moved = 0
+    moved = refused = 0
     with sl.record(x=4, y=2) as mesh:
         mesh.links = {a: Link(1e-5, beta) for a, beta in zip("xy", links, strict=True)}
         table, rates = Table(step, mesh), Rates(mesh.links, 1e12)
@@ -88,12 +89,18 @@ def test_a_product_moves_at_least_what_it_says_before_it_runs(links: tuple[float
                 text = {3: rows, 2: weight, 1: "."}[len(size)]
                 x = sl.shard(torch.empty(size, device="meta"), text).requires_grad_()
                 given.append(operand_of(x))
-            said, found = table.moves(call, given), table.ask(call, given)
+            found = table.ask(call, given)
+            try:
+                said = table.moves(call, given)
+            except NoImplementation:
+                assert isinstance(found, str)
+                refused += 1
+                continue
             if said is None or isinstance(found, str):
                 continue
             assert rates.least(said) <= rates.moving(found.forward.along) * (1 + 1e-9)
             moved += rates.least(said) > 0
-    assert moved > 20
+    assert moved > 20 and refused > 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
