@@ -11,12 +11,11 @@ from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from shardlib._compat import Local
 from shardlib.collectives.backends import BACKENDS, Backend, dist
-from shardlib.collectives.backends.backend import AxisGroup, Finish, Pairs
+from shardlib.collectives.backends.backend import AxisGroup, Finish, Pairs, padded
 from shardlib.collectives.backends.streams import beside
 from shardlib.collectives.count import Trace, note
 from shardlib.collectives.simulate import Stacked, Varies
@@ -85,7 +84,7 @@ def _sum_in_parts(
     """Sum each rank's part in raw's dtype, sent in ``wire``, and gather the parts in ``out``."""
     flat = flat_blocks(raw, g.mesh)
     n = flat.shape[-1]
-    part = b.psum_scatter(F.pad(flat, (0, -n % g.size)), g, 0, wire)
+    part = b.psum_scatter(padded(flat, g.size), g, 0, wire)
     return lambda: b.all_gather(part().to(out), g, 0)()[..., :n].reshape(raw.shape)
 
 

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from shardlib.dtypes import is_half
 from shardlib.mesh import Axes, Mesh
 
 Finish = Callable[[], Tensor]
@@ -44,6 +46,27 @@ class Landing(NamedTuple):
     wire: torch.dtype | None = None
     land: Tensor | None = None
     ahead: bool = False
+
+
+LARGE = 1 << 15
+"""Bytes of a block from which our own exchange is faster than gloo's."""
+
+
+def swaps_whole(x: Tensor, size: int) -> bool:
+    """Return whether a sum of two blocks over gloo is one exchange of them."""
+    return size == 2 and x.dtype in (torch.float32, torch.float64) and x.nbytes >= LARGE
+
+
+def lands_alone(parts: Tensor, to: Landing) -> bool:
+    """Return whether a sum of vectors over gloo receives in ``to``, and in pieces beside it."""
+    alike = to.wire is None and to.out.dtype == parts.dtype and not is_half(parts)
+    return alike and parts.nbytes >= LARGE * len(parts) and (len(parts) == 2 or not to.ahead)
+
+
+def padded(flat: Tensor, size: int) -> Tensor:
+    """Return a vector of a multiple of ``size`` elements: itself, or a copy with zeros behind."""
+    more = -flat.shape[-1] % size
+    return F.pad(flat, (0, more)) if more else flat
 
 
 G = TypeVar("G")

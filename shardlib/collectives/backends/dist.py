@@ -18,11 +18,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from shardlib._compat import all_gather_single, backend_name, reduce_scatter_single
-from shardlib.collectives.backends.backend import AxisGroup, Finish, Landing, Pairs
+from shardlib.collectives.backends.backend import (
+    LARGE,
+    AxisGroup,
+    Finish,
+    Landing,
+    Pairs,
+    lands_alone,
+    padded,
+    swaps_whole,
+)
 from shardlib.dtypes import is_half, wider
 from shardlib.kernels import active
 from shardlib.kernels.pack import dense
@@ -134,16 +142,12 @@ def _summed(blocks: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     return out.to(dtype)
 
 
-# bytes of a block from which our own exchange is faster than gloo's
-_LARGE = 1 << 15
-
-
 def _exchange(out: Tensor, parts: Tensor, g: _Group, own: bool = True) -> list[Any]:
     """Send part j of ``parts`` to rank j and receive its part in ``out[j]``; return works.
 
     ``own``  whether this rank's own part must be copied too.
     """
-    if g.native or parts[0].nbytes < _LARGE:
+    if g.native or parts[0].nbytes < LARGE:
         return [dist.all_to_all_single(out, parts, group=g.handle, async_op=True)]
     works = _sent_apart(out, parts, g)
     if own:
@@ -178,8 +182,7 @@ def _swapped(receives: _Sends, sends: _Sends, g: _Group) -> list[Any]:
 
 
 def psum(x: Tensor, g: _Group) -> Finish:
-    wide = x.dtype in (torch.float32, torch.float64)
-    if g.size == 2 and wide and not g.native and x.nbytes >= _LARGE:
+    if swaps_whole(x, g.size) and not g.native:
         x = x.contiguous()
         return _sum_of_two(x, x, torch.empty_like(x), g)
     return _all_reduce(x, g, dist.ReduceOp.SUM)
@@ -219,7 +222,7 @@ def pmax(x: Tensor, g: _Group) -> Finish:
     """
     if not x.is_floating_point() or not x.numel():
         return _all_reduce(x, g, dist.ReduceOp.MAX)
-    parts = F.pad(x.flatten(), (0, -x.numel() % g.size)).view(g.size, -1)
+    parts = padded(x.flatten(), g.size).view(g.size, -1)
     out = torch.empty_like(parts)
     works = _exchange(out, parts, g)
 
@@ -250,7 +253,7 @@ def _joined(works: Sequence[Any], parts: Tensor, g: _Group, dim: int) -> Tensor:
 def all_gather(x: Tensor, g: _Group, dim: int) -> Finish:
     x = x.contiguous()
     out = x.new_empty(g.size * x.shape[0], *x.shape[1:])
-    if g.size == 2 and not g.native and x.numel() * x.element_size() >= _LARGE:
+    if g.size == 2 and not g.native and x.numel() * x.element_size() >= LARGE:
         blocks = out.view(2, *x.shape)
         works = _exchange(blocks, x.expand(2, *x.shape), g)
     else:
@@ -261,7 +264,7 @@ def all_gather(x: Tensor, g: _Group, dim: int) -> Finish:
 
 
 def psum_scatter(x: Tensor, g: _Group, dim: int, wire: torch.dtype | None = None) -> Finish:
-    parts = _parts(x, g, dim)
+    parts, dtype = _parts(x, g, dim), x.dtype
     own = parts[g.places[g.index]]
     if g.native and wire is None:
         out = torch.empty_like(parts[0])
@@ -278,7 +281,7 @@ def psum_scatter(x: Tensor, g: _Group, dim: int, wire: torch.dtype | None = None
         blocks = [out[i] for i in g.places]
         if wire is not None:
             blocks[g.index] = own
-        return _summed(blocks, x.dtype)
+        return _summed(blocks, dtype)
 
     return finish
 
@@ -290,12 +293,11 @@ def psum_scatter_into(x: Tensor, g: _Group, to: Landing) -> Finish:
     if g.native and alike:
         work = reduce_scatter_single(out, g.placed(parts).view(-1), group=g.handle, async_op=True)
         return partial(_waited, [work], out)
-    large = alike and not (g.native or is_half(x)) and parts[0].nbytes >= _LARGE
-    if large and g.size == 2:
+    if g.native or not lands_alone(parts, to):
+        return _exchanged_sum(parts, g, to)
+    if g.size == 2:
         return _sum_of_two(parts[1 - g.index], parts[g.index], out, g)
-    if large and g.size > 2 and not to.ahead:
-        return _round_sum(parts, g, out, to.land)
-    return _exchanged_sum(parts, g, to)
+    return _round_sum(parts, g, out, to.land)
 
 
 def _exchanged_sum(parts: Tensor, g: _Group, to: Landing) -> Finish:
@@ -319,7 +321,7 @@ def _exchanged_sum(parts: Tensor, g: _Group, to: Landing) -> Finish:
         blocks = [*blocks[g.index + 1 :], *blocks[: g.index + 1]]
         if half or {b.dtype for b in blocks} != {out.dtype}:
             wide = torch.float32 if half else parts.dtype
-            return out.copy_(_summed([b.to(wide) for b in blocks], wide))
+            return out.copy_(_summed(blocks, wide))
         torch.add(blocks[0], blocks[1], out=out)
         for b in blocks[2:]:
             out.add_(b)
@@ -406,7 +408,7 @@ def _round_sum(parts: Tensor, g: _Group, out: Tensor, land: Tensor | None) -> Fi
 def all_gather_into(flat: Tensor, g: _Group, ahead: bool = False) -> Finish:
     parts = flat.view(g.size, -1)
     me = g.places[g.index]
-    if g.native or parts[0].nbytes < _LARGE:
+    if g.native or parts[0].nbytes < LARGE:
         if g.order is not None:
             later = all_gather(parts[g.index].clone(), g, 0)
             return lambda: flat.copy_(later())

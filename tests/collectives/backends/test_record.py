@@ -2,7 +2,9 @@
 the same bytes, or a refusal that says why.
 """
 
+import itertools
 import random
+from functools import partial
 from typing import Any
 
 import optree
@@ -10,6 +12,9 @@ import pytest
 import torch
 
 import shardlib as sl
+from shardlib.collectives import start
+from shardlib.collectives.in_place import gather_into, scatter_into
+from shardlib.memory_tracker import Live
 from tests import fixes
 from tests.collectives.primitives import (
     EACH,
@@ -116,3 +121,71 @@ def test_recorded_ranks_have_the_shape_and_the_price(name: str) -> None:
             want = PRIMITIVES[name][0](stacked_input(m), axis)
         assert out.shape == want.shape
         assert (nbytes, messages) == (t.bytes, t.messages)
+
+
+def _scattered(x: torch.Tensor, axes: tuple[str, ...], **how: Any) -> Any:
+    """Post a sum of vectors that lands in memory of the caller."""
+    mesh, flat = sl.current_mesh(), x.reshape(-1)
+    out = flat.new_empty(flat.numel() // mesh.axis_size(axes))
+    return scatter_into(flat, out, mesh, axes, **how)
+
+
+def _gathered(x: torch.Tensor, axes: tuple[str, ...], **how: Any) -> Any:
+    return gather_into(x.reshape(-1).clone(), sl.current_mesh(), axes, **how)
+
+
+def _rotated(x: torch.Tensor, axes: tuple[str, ...]) -> Any:
+    p = sl.current_mesh().axis_size(axes)
+    return start(sl.ppermute, x, axes, [(i, (i + 1) % p) for i in range(p)]).wait
+
+
+def _posted(op: Any, **params: Any) -> Any:
+    return lambda x, axes: start(op, x, axes, **params).wait
+
+
+POSTS: dict[str, Any] = {
+    "psum": _posted(sl.psum),
+    "pmax": _posted(sl.collectives.pmax),
+    **{f"all_gather {d}": _posted(sl.all_gather, dim=d) for d in (0, 1)},
+    **{f"psum_scatter {d}": _posted(sl.psum_scatter, dim=d) for d in (0, 1)},
+    "psum_scatter in bf16": _posted(sl.psum_scatter, dim=0, wire=torch.bfloat16),
+    **{
+        f"all_to_all {s} {c}": _posted(sl.all_to_all, split_dim=s, concat_dim=c)
+        for s, c in ((0, 1), (1, 0), (0, 0))
+    },
+    "ppermute": _rotated,
+    **{f"scatter_into {a}": partial(_scattered, ahead=a) for a in (False, True)},
+    "scatter_into in bf16": partial(_scattered, wire=torch.bfloat16),
+    **{f"gather_into {a}": partial(_gathered, ahead=a) for a in (False, True)},
+}
+
+
+def memory_of_transfers() -> dict[Any, Any]:
+    """For each transfer: bytes alive when it is posted, the most until then, and until its result."""
+    mesh, found = sl.current_mesh(), {}
+    sizes = [
+        (64, torch.float64, False),
+        (16384, torch.float64, True),
+        (16384, torch.bfloat16, True),
+    ]
+    for n, dtype, turned in sizes:
+        x = torch.zeros(8, n // 8, dtype=dtype, device=mesh.device)
+        for name, axes in itertools.product(POSTS, [("x",), ("x", "y"), ("y", "x")]):
+            with Live(paper=x.is_meta) as live:
+                wait = POSTS[name](x.mT if turned else x, axes)
+                posted = live.now, live.peak
+                # what is computed meanwhile
+                beside = torch.empty(n, dtype=torch.float64, device=mesh.device)
+                out = wait()
+                found[name, n, dtype, axes] = *posted, live.peak
+                del wait, out, beside
+    return found
+
+
+def test_a_transfer_takes_on_paper_what_it_takes_between_processes(pool: Any) -> None:
+    """From when it is posted until it is waited for: what is computed meanwhile is beside it."""
+    with sl.record(x=2, y=2):
+        paper = memory_of_transfers()
+    for found in pool.run(memory_of_transfers, x=2, y=2):
+        wrong = {k: (said, found[k]) for k, said in paper.items() if said != found[k]}
+        assert not wrong, wrong
