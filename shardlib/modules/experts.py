@@ -194,14 +194,15 @@ def own_experts(
     """
     stack = module()
     assert stack is not None, "a call keeps its module alive"
+    count = int(stack.num_experts)  # type: ignore[arg-type]
     if hidden.is_meta:
-        # routing needs values; on meta only use every operand, for the graph
-        out = hidden * weights.sum(-1, keepdim=True).to(hidden.dtype)
-        return out + sum(p.sum().to(hidden.dtype) for p in params)
-    place = own.new_full((int(stack.num_experts),), -1)  # type: ignore[arg-type]
-    place[own] = torch.arange(len(own), device=own.device)
-    at = place[index]
-    row, slot = (at >= 0).nonzero(as_tuple=True)
+        row, slot, number = _evenly(index, len(own), count)
+    else:
+        place = own.new_full((count,), -1)
+        place[own] = torch.arange(len(own), device=own.device)
+        at = place[index]
+        row, slot = (at >= 0).nonzero(as_tuple=True)
+        number = at[row, slot]
     x, w = hidden[row], weights[row, slot][:, None]
     if len(row):
         local = object.__new__(type(stack))
@@ -209,9 +210,25 @@ def own_experts(
         local.__dict__.update(
             _parameters=dict(zip(names, params, strict=True)), num_experts=len(own)
         )
-        with SplitProducts() if scope().policy.split_backward else nullcontext():
-            y = type(stack).forward(local, x, at[row, slot][:, None], w)
+        try:
+            with SplitProducts() if scope().policy.split_backward else nullcontext():
+                y = type(stack).forward(local, x, number[:, None], w)
+        except RuntimeError:
+            if not hidden.is_meta:
+                raise
+            # it asks for values: use every operand, for the graph
+            y = x * w.to(x.dtype) + sum(p.sum().to(x.dtype) for p in params)
     else:
         # without rows, keep params in the graph: gradients are summed over all ranks
         y = x * w.to(x.dtype) + sum(p.flatten()[:0].sum().to(x.dtype) for p in params)
     return torch.zeros_like(hidden).index_add(0, row, y.to(hidden.dtype))
+
+
+def _evenly(index: Tensor, own: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return rows, slots and experts as if as many rows were routed to each of ``count`` experts.
+
+    On shapes, where routing has no values.
+    """
+    rows, k = index.shape
+    routed = torch.arange(-(-rows * k * own // count), device=index.device)
+    return routed % rows, routed // rows % k, routed % own

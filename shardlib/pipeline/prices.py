@@ -116,7 +116,8 @@ class _PaperStep(PipelineStep):
     def place(self, r: int, rates: Rates) -> PlaceCost:
         """Return the cost of a place on the axis; its sums of gradients end."""
         with trace() as t, Meter(StepWork()) as meter:
-            self.of_place[r].finish()
+            _held = self.of_place[r].finish()
+            buckets = meter.now
         meter.work.add(t.events)
         nbytes = self.pipeline.nbytes
         names = [n for n, ranks in self.tied.items() if r in ranks for _ in ranks[1:]]
@@ -124,15 +125,16 @@ class _PaperStep(PipelineStep):
         state = 0 if self.tx is None else bytes_of(self.tx.init(self.parts[r]))
         return PlaceCost(
             bytes_of(self.parts[r]), state, sum(map(nbytes, self.own[r])),
-            self._most(r, meter.peak), t, rates.moving(meter.work.along) + ties,
+            self._most(r, buckets, meter.peak), t, rates.moving(meter.work.along) + ties,
         )  # fmt: skip
 
-    def _most(self, r: int, finish: int) -> int:
+    def _most(self, r: int, buckets: int, finish: int) -> int:
         """Compute the most bytes on a rank, of what is in flight and of what an action needs.
 
-        ``finish``  the bytes of the buckets of sums, which the first last gradient fills.
+        ``buckets``  bytes of those of sums, which the first last gradient fills.
+        ``finish``   the most bytes while these are sent.
         """
-        now, most, buckets = 0, finish, finish
+        now, most = 0, finish
         kept: dict[tuple[int, int], int] = defaultdict(int)
         row = self.table.tables[r]
         ends = last_gradients(row, self.cuts)

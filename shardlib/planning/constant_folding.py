@@ -9,6 +9,7 @@ of products with an addend in Python, a fifth of a millisecond each: ``on_shapes
 the same shapes.
 """
 
+import weakref
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -25,6 +26,8 @@ from shardlib.opspec import Args, Func, Kwargs
 # the most elements that are computed on the host
 MOST = 1 << 22
 _MOST_FLOATS = 1 << 16
+# operations whose results' number or sizes depend on values, or that return several
+_OF_VALUES = frozenset({"nonzero", "_unique2", "unbind"})
 # results of one operation that are kept
 _MOST_RESULTS = 1 << 13
 
@@ -44,8 +47,10 @@ class Known(DispatchMode):  # type: ignore[misc, valid-type]
     def __init__(self) -> None:
         super().__init__()
         self.values: dict[int, Tensor] = {}
-        # kept alive: an id is reused once its tensor is gone
-        self.alive: list[Tensor] = []
+        # an id is reused once its tensor is gone
+        self.alive: dict[int, weakref.ref[Tensor]] = {}
+        # kept alive: a run is told the values of others in their place
+        self.told: list[Tensor] = []
         self.answers = Answers()
 
     def __torch_dispatch__(
@@ -57,6 +62,9 @@ class Known(DispatchMode):  # type: ignore[misc, valid-type]
             # item()
             self.answers.note(func, args, kwargs, None, self.values)
             return self.values[id(args[0])].item()
+        if name in _OF_VALUES and self._is_constant(args[0]):
+            found: Any = func(self.values[id(args[0])], *args[1:], **kwargs)
+            return optree.tree_map(self._on_meta, found)
         out = on_shapes(func, args, kwargs)
         # masks are often made of ones in floating point
         if isinstance(out, Tensor) and out.is_meta and out.numel() <= _limit(out.dtype):
@@ -68,12 +76,32 @@ class Known(DispatchMode):  # type: ignore[misc, valid-type]
         given = tensors_in((args, kwargs))
         return bool(given) and all(x.is_meta and id(x) not in self.values for x in given)
 
+    def _is_constant(self, x: Tensor) -> bool:
+        """Return whether the values of a tensor are known, and depend on none that was told."""
+        return id(x) in self.values and id(x) not in self.answers.reached
+
+    def _on_meta(self, value: Tensor) -> Tensor:
+        x = torch.empty_like(value, device="meta")
+        self._keep(x, value)
+        return x
+
+    def _keep(self, x: Tensor, value: Tensor) -> None:
+        """Keep the values of a tensor as long as it is alive: it takes memory on paper too."""
+        key = id(x)
+        self.values[key] = value
+        if key not in self.alive:
+            self.alive[key] = weakref.ref(x, lambda _: self._gone(key))
+
+    def _gone(self, key: int) -> None:
+        del self.alive[key]
+        self.values.pop(key, None)
+
     def tell(self, x: Tensor, value: Tensor) -> None:
         """Give a tensor on the meta device the values of one on the host."""
-        self.alive.append(x)
+        self.told.append(x)
         self.answers.tell(x)
         if x.is_meta and value.numel() <= MOST:
-            self.values[id(x)] = _copy(value)
+            self._keep(x, _copy(value))
 
     def _learn(self, out: Tensor, func: Func, args: Args, kwargs: Kwargs) -> None:
         """Keep the values of a result, if they are known, else forget what it held before."""
@@ -86,8 +114,7 @@ class Known(DispatchMode):  # type: ignore[misc, valid-type]
             self.answers.note(func, args, host, out, self.values)
             given: Any = args, host
             beside: Any = optree.tree_map(lambda x: self.values.get(id(x), x), given)
-            self.values[id(out)] = _computed(func, *beside)
-            self.alive.append(out)
+            self._keep(out, _computed(func, *beside))
         else:
             # written in place with unknown values
             self.values.pop(id(out), None)

@@ -56,7 +56,8 @@ def test_rows_that_were_expanded_are_viewed_as_one_dimension() -> None:
     with Known() as known:
         row = torch.arange(6, device="meta")[None]
         x = row.expand(4, 6) + row.expand(4, 6)
-        assert known.values[id(x.view(24))].tolist() == [2 * i for i in range(6)] * 4
+        y = x.view(24)
+        assert known.values[id(y)].tolist() == [2 * i for i in range(6)] * 4
 
 
 def test_of_data_nothing_is_known() -> None:
@@ -179,3 +180,15 @@ def test_a_context_of_the_users_sees_every_operation() -> None:
     with FlopCounterMode(display=False) as count, Known():
         x @ x
     assert count.get_total_flops() == 2 * 4**3
+
+
+def test_places_of_constants_are_known_and_what_is_gone_takes_no_memory() -> None:
+    def places(device: str) -> list[list[int]]:
+        x = torch.arange(6, device=device).view(2, 3) % 2
+        return [[int(i) for i in place] for place in [x.unique(), *x.nonzero()]]
+
+    with Known() as known, Live(paper=True) as live:
+        assert places("meta") == places("cpu")
+        assert live.now == 0 and not known.values
+        with pytest.raises((RuntimeError, NotImplementedError)):
+            torch.empty(4, device="meta").nonzero()
