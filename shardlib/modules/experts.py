@@ -195,12 +195,12 @@ def own_experts(
     stack = module()
     assert stack is not None, "a call keeps its module alive"
     count = int(stack.num_experts)  # type: ignore[arg-type]
+    place = own.new_full((count,), -1)
+    place[own] = torch.arange(len(own), device=own.device)
+    at = place[index]
     if hidden.is_meta:
         row, slot, number = _evenly(index, len(own), count)
     else:
-        place = own.new_full((count,), -1)
-        place[own] = torch.arange(len(own), device=own.device)
-        at = place[index]
         row, slot = (at >= 0).nonzero(as_tuple=True)
         number = at[row, slot]
     x, w = hidden[row], weights[row, slot][:, None]
@@ -231,4 +231,5 @@ def _evenly(index: Tensor, own: int, count: int) -> tuple[Tensor, Tensor, Tensor
     """
     rows, k = index.shape
     routed = torch.arange(-(-rows * k * own // count), device=index.device)
-    return routed % rows, routed // rows % k, routed % own
+    found = torch.stack([routed % rows, routed // rows % k], 1)
+    return found[:, 0], found[:, 1], routed % own

@@ -431,3 +431,69 @@ def test_what_is_made_for_its_sizes_alone_is_no_memory_and_no_work(call: str) ->
             )
         found.append((said.transient, said.work.flops))
     assert found[1][0] <= 2 * found[0][0] and found[1][1] == found[0][1]
+
+
+class _Loop(nn.Module):
+    """Experts as transformers writes them: a loop over those that a row is routed to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_experts = 4
+        self.up = nn.Parameter(torch.randn(4, 64, 16))
+        self.down = nn.Parameter(torch.randn(4, 16, 64))
+
+    def forward(self, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(x)
+        for e in nn.functional.one_hot(index, 4).sum((0, 1)).nonzero():
+            row, slot = torch.where(index == e[0])
+            y = nn.functional.linear(x[row], self.up[e[0]]).tanh()
+            y = nn.functional.linear(y, self.down[e[0]])
+            out.index_add_(0, row, y * weights[row, slot, None])
+        return out
+
+
+class _Together(_Loop):
+    """The same by one product of each row with its expert's weights."""
+
+    def forward(self, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        of = index.reshape(-1)
+        y = torch.bmm(self.up[of], x.repeat_interleave(index.shape[-1], 0).unsqueeze(-1)).tanh()
+        y = torch.bmm(self.down[of], y).squeeze(-1) * weights.reshape(-1, 1)
+        return y.view(len(x), -1, 16).sum(1)
+
+
+class _Mixture(nn.Module):
+    def __init__(self, experts: nn.Module) -> None:
+        super().__init__()
+        self.experts, self.head = experts, nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.head(x)
+        # as many rows to each expert
+        index = torch.arange(2 * len(x), device=x.device).view(-1, 2) % 4
+        return x + self.experts(x, index, x[:, :2].softmax(-1))
+
+
+def steps_of_experts() -> list[tuple[str, int, int]]:
+    """(rule and kind of experts, the peak on paper, the peak counted)."""
+    found = []
+    for experts in (_Loop, _Together):
+        for rule, ways in (("x ...", 2), ("(data x) ...", 4)):
+            apply, params = sl.parallelize(
+                _Mixture(experts()), [("experts*", rule), ("*", "...")], inputs={"x": "data ."}
+            )
+            x, f = sl.shard(torch.ones(64, 16), "data ."), lambda p, x: apply(p, x).square().mean()  # noqa: B023
+            said = sl.explain(f, params, x)
+            with Live() as live:
+                sl.value_and_grad(f)(params, x)
+            found.append((f"{experts.__name__} {rule}", said.transient, live.peak))
+            # two products of each row and each of its two experts, and their gradients
+            rows = 64 * 2 / (2 if ways == 2 else 1) / ways
+            assert said.work.flops == 3 * 2 * (2 * rows * 16 * 64) + 2 * 2 * 32 * 16 * 16
+    return found
+
+
+def test_experts_take_on_paper_what_they_take_with_even_routing(pool: Any) -> None:
+    for found in pool.run(steps_of_experts, data=2, x=2):
+        wrong = [x for x in found if abs(x[2] / x[1] - 1) > 0.01]
+        assert not wrong, wrong

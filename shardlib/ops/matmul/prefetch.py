@@ -200,7 +200,7 @@ def planned(rehearse: Callable[[], object], plan: Callable[[], T]) -> T:
     """
     with within(rehearsal=True):
         rehearse()
-    return plan()
+        return plan()
 
 
 def next_gather(w: Tensor, moves: tuple[DimMove, ...], mesh: Mesh, again: bool) -> Gather:
