@@ -156,6 +156,9 @@ def _divided_experts(func: Func, args: Args, kwargs: Kwargs) -> Any:
             fix="sl.unshard(x)",
         )
     token = params[0].sharding.resolve(params[0].ndim).dims[0]
+    _refuse_unlike(
+        "", {n: v.sharding.resolve(v.ndim) for n, v in zip(names, params, strict=True)}, token
+    )
     place = Layout(hidden.sharding.resolve(2).dims)
     rows = Layout((_without(place.dims[0], token.axes), Dim()))
     moved = [reshard(v, rows) for v in (hidden, index, weights)]

@@ -3,6 +3,7 @@ gradients, own rows alone, what moves is foretold.
 """
 
 import os
+import weakref
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 import shardlib as sl
 from benchmarks import models
 from benchmarks.zoo import SMALL, TEXT
-from shardlib.modules.experts import stacks
+from shardlib.modules.experts import experts, stacks
 from tests.tensor.test_weight_gradients import Split, leaves_of, split
 
 D, T, E = 8, 16, 4
@@ -407,3 +408,17 @@ def _two_passes_on_ranks() -> Split:
 def test_gradients_of_experts_wait_on_real_ranks_too(pool: Any) -> None:
     for made in pool.run(_two_passes_on_ranks, data=2, x=2):
         assert made.gap < 1e-12 and made.count >= 2 and sum(made.flops) <= 1.02
+
+
+def test_a_call_of_experts_that_are_not_split_alike_is_refused_as_their_rules_are() -> None:
+    """A plan weighs layouts by calls: one that parallelize refuses would be planned."""
+    stack = Stack().double()
+    with sl.simulate(x=2):
+        for texts in (("x . .", "x .", ". . ."), (". x .", ". x", ". . .")):
+            mixed = [
+                sl.shard(p.detach(), t) for p, t in zip(stack.parameters(), texts, strict=True)
+            ]
+            x, index = sl.shard(HIDDEN.reshape(-1, D), ". ."), torch.arange(2 * T).view(T, 2) % E
+            given = x, sl.shard(index, ". ."), sl.shard(torch.ones_like(index).double(), ". .")
+            with pytest.raises(sl.ShardError, match="split alike"):
+                experts(weakref.ref(stack), ("up", "bias", "down"), *given, *mixed)
