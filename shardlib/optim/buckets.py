@@ -715,6 +715,7 @@ class Room:
     ``memory``    a pool of vectors, with ``take`` and ``give``.
     ``order``     the buckets in the order in which the last forward read them.
     ``flying``    callbacks that wait for gradient sums in transit.
+    ``reading``   returns the reading that gathered last, if it is alive.
     ``recorded``  whether the order of gradients is known.
     ``better``    the index of buckets in that order, until it is used.
     ``activations``  keeps saved tensors of regions with ``remat="host"``, of parameters in tiers.
@@ -726,6 +727,7 @@ class Room:
         self.order: list[str] = []
         self.buffers: list[Tensor] = []
         self.flying: list[Callable[[], object]] = []
+        self.reading: Callable[[], Any] = lambda: None
         self.recorded = False
         self.better: Index | None = None
         self.activations: Any = None

@@ -262,6 +262,10 @@ class Reading:
     def _whole(self, one: BucketReading) -> Tensor:
         """Return a gathered bucket; keep those of its block and one other, or all with ``keep``."""
         if one not in self.flat:
+            before, self.room.reading = self.room.reading(), weakref.ref(self)
+            if before not in (self, None) and before.thread == self.thread and not self.index.keep:
+                # of a micro-batch in flight, which backward gathers again
+                before.drop_all()
             self._start(one)
             flat, finish = self.coming.pop(one)
             finish()
@@ -279,6 +283,11 @@ class Reading:
         self.at.pop(flat.untyped_storage()._cdata, None)
         one.forget()
 
+    def drop_all(self) -> None:
+        """Drop all gathered buckets."""
+        for one in list(self.flat):
+            self._drop(one)
+
     def check(self) -> None:
         """Refuse a forward that backward cannot follow."""
 
@@ -290,8 +299,7 @@ class Reading:
         for one in self.buckets.values():
             one.forget()
         if not torch.is_grad_enabled():
-            for one in list(self.flat):
-                self._drop(one)
+            self.drop_all()
 
     def _land(self) -> None:
         """Wait for posted gathers that are not needed, before their memory is freed."""
@@ -348,8 +356,7 @@ class Reading:
         self.asked = -1
         self.ended = True
         self.done.clear()
-        for one in list(self.flat):
-            self._drop(one)
+        self.drop_all()
 
 
 class SavedWeight(NamedTuple):

@@ -82,6 +82,16 @@ class WeightGradients:
         return [edge for edge, _ in sums.values()], [g for _, g in sums.values()]
 
 
+def form_of(w: Tensor) -> Tensor:
+    """Return zeros in the shape of W, and with its order of dimensions, in the memory of one row.
+
+    They stand for W where its gradient alone is computed, which depends on no value of W.
+    """
+    ones = [int(s == 1) for s in w.stride()]
+    length = sum(n * s for n, s in zip(w.shape, ones, strict=True)) or 1
+    return w.new_zeros(length).as_strided(w.shape, ones)
+
+
 def queued(edge: Any, of_w: Any, w: Tensor | None = None) -> bool:
     """Queue a gradient, as ``put`` does, where the backward that runs leaves some for later."""
     later = scope().call.later
