@@ -477,9 +477,7 @@ class GradientSums:
         ``retain``  whether some gradients of this graph are computed later.
         """
         torch.autograd.backward(ends, grads, retain, inputs=[*inputs, *wanted])
-        while self.owed:
-            i, finish = self.owed.pop(0)
-            self._sum(i, finish())
+        self._settle(0)
         sent = (x.grad for x in inputs if x.grad is not None)
         self.memory.update(g.untyped_storage()._cdata for g in sent)
         for i, w in enumerate(wanted):
@@ -516,8 +514,14 @@ class GradientSums:
         return not torch.is_grad_enabled()
 
     def owe(self, i: int, finish: Callable[[], Tensor]) -> None:
-        """Add the gradient that ``finish()`` returns when backward has ended."""
+        """Add the gradient that ``finish()`` returns when the next one is owed, or backward ends."""
         self.owed.append((i, finish))
+        self._settle(1)
+
+    def _settle(self, most: int) -> None:
+        while len(self.owed) > most:
+            i, finish = self.owed.pop(0)
+            self._sum(i, finish())
 
     @contextmanager
     def ending(self, leaves: Sequence[int]) -> Iterator[None]:

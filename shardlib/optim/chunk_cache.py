@@ -8,6 +8,7 @@ All decisions follow from sizes and the order of uses, which are equal on all ra
 how far a transfer is.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from shardlib._compat import backward_now
 from shardlib.collectives import played, pmax
+from shardlib.dtypes import wider
 from shardlib.errors import ShardError
 from shardlib.mesh import Mesh
 from shardlib.optim.buckets import Bucket, Index
@@ -321,6 +323,26 @@ class ChunkCache(TieredRoom):
         if self.eager is not None:
             for some in (self.due, self.brought, self.coming):
                 some.clear()
+
+    def gradient_row(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return memory of the host for a gradient.
+
+        Raises: ShardError with a budget for all of a step's, also for sums of micro-batches.
+        """
+        try:
+            return super().gradient_row(shape, dtype)
+        except ShardError as e:
+            held = self.ledger.held["host"]
+            few = sum(sorted(self.sizes[c] for c in self.trained)[-3:])
+            here = [b for c in self.trained for b in self.chunks[c]]
+            sums = sum(b.part_length * wider(b.dtype).itemsize for b in here)
+            asked = math.prod(shape) * dtype.itemsize // self.shares
+            need = max(held["gradients"] + asked, sums) + self.ledger.peaks["host"]["activations"]
+            rows = held.total() - held["gradients"] - held["activations"]
+            e.fix = f"sl.optim.Tiers(host={rows + need + few})"
+            if self.activations.beside:
+                e.fix = self.activations.asking(need)
+            raise
 
     # ------------------------------------------------------------ updates on the device
 

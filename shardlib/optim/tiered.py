@@ -42,8 +42,8 @@ class Tiers:
                 what autograd saves and a block's gradients, until they are in their bucket, are
                 not counted.
     ``host``    bytes for parameters, gradients, optimizer state, and what ``remat="host"`` saves.
-    ``activations``  bytes of ``host`` that are left for what ``remat="host"`` saves, where parameters
-                and state lie on a disk too.
+    ``activations``  bytes of ``host`` that are left for what ``remat="host"`` saves, and for sums of
+                micro-batches in fp32, where parameters and state lie on a disk too.
     ``disk``    a directory for the parameters and the state that ``host`` does not hold.
     ``durable`` all of them are on the disk too, as of the last completed step.
     ``resume``  take up the durable run that is in ``disk``, if one is.
@@ -154,7 +154,7 @@ class RowRead:
 
     def gradient(self, dtype: torch.dtype) -> Tensor:
         """Return memory for the row's gradient."""
-        return self.cache.gradients.take(self.row.shape, dtype)
+        return self.cache.gradient_row(self.row.shape, dtype)
 
     def leaf(self) -> Tensor:
         """Return what stands for the row in a graph: its shape, on the device, without memory."""

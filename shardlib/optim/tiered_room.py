@@ -96,7 +96,7 @@ class TieredRoom(Room):
         if self.eager is not None and self.here:
             self.eager(name, None, out)
             return None, out.new_empty(()).expand(out.shape)
-        row = self.gradients.take(out.shape, out.dtype)
+        row = self.gradient_row(out.shape, out.dtype)
         ticket = self.movers.gradients.submit(partial(copied, [(row, out)]), out.nbytes)
         self.sent.append((ticket, out))
         if self.eager is None:
@@ -104,6 +104,10 @@ class TieredRoom(Room):
         self.eager(name, ticket, row)
         # it is used there alone
         return ticket, row.new_empty(()).expand(row.shape)
+
+    def gradient_row(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return memory of the host for a gradient."""
+        return self.gradients.take(shape, dtype)
 
     def forget(self) -> None:
         """Drop what a backward that raised has left."""

@@ -186,7 +186,9 @@ class TieredParameters(SplitParameters):
         beside = gradients, self.tiers.left_over
         cache.store.open(rows, *beside, os.fspath(path), self.tiers.durable, how)
         if cache.store.away:
-            cache.activations.hold(cache.store.activations)
+            few = sorted(gradients.values())[-3:]
+            most = max(r.nbytes for r in rows.values())
+            cache.activations.beside = cache.store.buffers + most + sum(few)
 
     def _on_paper(
         self, cache: ChunkCache, index: Index, asks: Mapping[str, bool]

@@ -5,10 +5,11 @@ a plan for 512 ranks takes as long as one for two.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
 import optree
@@ -35,7 +36,7 @@ from shardlib.ops.matmul.prefetch import planned
 from shardlib.ops.registry import Match
 from shardlib.opspec import Args, Func, Kwargs
 from shardlib.optim.buckets import Buckets, Memory, pytree_node
-from shardlib.optim.chunk_cache import ChunkCache
+from shardlib.optim.chunk_cache import ChunkCache, part_bytes
 from shardlib.optim.sink import Sink
 from shardlib.optim.stage3 import BucketReading, Parts, Reading
 from shardlib.optim.tiered import ChunkReading, TieredParts
@@ -135,6 +136,12 @@ def call_of_stages(
         why = "the parameters are not those of a module in stages, which has micro-batches"
         fix = 'apply, params = sl.parallelize(model, rules, stages=sl.Stages("pipe"))'
         raise ShardError(why, op=op, fix=fix)
+    if isinstance(params, TieredParts):
+        why = (
+            "what a step in stages loads is not known on paper; this is one in the device's memory"
+        )
+        fix = "params = sl.optim.zero(tx, 'data', stage=3).shard(whole)"
+        raise Unsupported(why, op=op, mesh=stage, fix=fix)
     batch = MicroBatches(*called_with(inputs), count, stage=stage)
     return pipeline_of(f, params, batch), batch
 
@@ -305,11 +312,13 @@ def _in_tiers(
     loads = scheduled_loads(*how) or []
     loaded, gradients = (sum(cache.sizes[c] for c in some) for some in (loads, cache.trained))
     moved = int(found.work.saved), int(found.work.fetched)
+    host = {"parameters": found.parameters, "gradients": gradients, "state": found.state}
     held = gradients
     if count is not None:
-        held += _sums(cache, cache.trained, count)
-    host = {"parameters": found.parameters, "gradients": held, "state": found.state}
-    if kept := max(moved[0] // times, cache.store.activations):
+        sums, arriving = _sums(cache, count)
+        host["gradients"] = sums + arriving
+        held = sums + gradients * bool(arriving)
+    if kept := moved[0] // times:
         host["activations"] = kept
     # on the device each takes state and a gradient, and sends state and parameters back
     updates = {c: cache.sizes[c] + cache.state_bytes[c] for c in cache.trained if cache.here}
@@ -335,15 +344,20 @@ def _in_tiers(
     return replace(found, parameters=room, transient=left, state=0, tiers=use)
 
 
-def _sums(cache: ChunkCache, chunks: Collection[str], count: int) -> int:
-    """Count the bytes of the host for sums of gradients, beside those of one micro-batch.
+def _sums(cache: ChunkCache, count: int) -> tuple[int, int]:
+    """Count the bytes of the host for sums of gradients, and for those that are added to them.
 
-    Those of half precision are added up in fp32; of others, the first gradient is the sum.
+    Sums of half precision are in fp32, and rounded at the end; of others, the first gradient is the
+    sum.  A gradient is added when the next one comes, in buffers that are reused by those of its size.
     """
-    rows = [cache.rows[b.name] for c in chunks for b in cache.chunks[c]]
-    wide = sum(r.shape.numel() * wider(r.dtype).itemsize for r in rows if wider(r.dtype) != r.dtype)
-    same = sum(r.shape.numel() * r.dtype.itemsize for r in rows if wider(r.dtype) == r.dtype)
-    return (wide + same * (count > 1)) // cache.shares
+    some = [b for c, each in cache.chunks.items() if c in cache.trained for b in each]
+    half = sum(part_bytes(b) for b in some if wider(b.dtype) != b.dtype)
+    sums = sum(b.part_length * wider(b.dtype).itemsize for b in some)
+    added = [b for b in some if wider(b.dtype) == b.dtype and count > 1]
+    buffers = set(map(part_bytes, added))
+    # one that is summed over ranks comes later
+    pairs = ((part_bytes(a), part_bytes(b)) for a, b in pairwise(added) if not b.hops)
+    return sums, half + sum(buffers) + sum({m for m, n in pairs if m == n})
 
 
 def _by_use(

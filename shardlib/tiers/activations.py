@@ -41,8 +41,8 @@ class HostActivations:
         self.ledger, self.shares = ledger, shares
         self.down: Mover = down
         self.up: Mover = up
-        # of the budget, where a part of it is theirs alone
-        self.fixed: int | None = None
+        # where rows lie on a disk too, the host's bytes beside them: they take all that is left
+        self.beside = 0
         self.rows = Buffers(ledger, "host", "activations", device, shares)
         self.copies = Buffers(ledger, "device", "activations", device, shares, spare)
         self.saved = self.fetched = self.missing = 0
@@ -50,12 +50,6 @@ class HostActivations:
         self.last: Callable[[], SavedActivation | None] = lambda: None
         # the one that was fetched ahead
         self.ahead: Callable[[], SavedActivation | None] = lambda: None
-
-    def hold(self, most: int) -> None:
-        """Hold so many bytes at the most, which the ledger has already."""
-        self.fixed = self.ledger.budget["host"]
-        ledger = Ledger(host=max(most, 1))
-        self.rows = Buffers(ledger, "host", "activations", self.rows.device, self.shares)
 
     def keep(self, x: Tensor) -> "SavedActivation":
         """Post the copy of a tensor to the host."""
@@ -85,15 +79,19 @@ class HostActivations:
         one.sent = self.down.submit(partial(copied, [(to, x.detach())]), x.nbytes)
         self.rows.until(one.row, one.sent)
 
+    def asking(self, nbytes: int) -> str:
+        """Return tiers whose rows leave so many bytes of the host."""
+        most = max(self.ledger.budget["host"] or 0, self.beside + nbytes)
+        return f"sl.optim.Tiers(host={most}, disk=path, activations={nbytes})"
+
     def check(self) -> None:
         """End a forward.  Raises: ShardError if the host had too few bytes for what it saved."""
         missing, self.missing = self.missing, 0
         if missing:
             why = f"{missing:,} bytes of saved activations do not fit"
             error = self.ledger.full("host", why, missing)
-            if self.fixed is not None:
-                needed = self.rows.ledger.held["host"].total() + missing
-                error.fix = f"sl.optim.Tiers(host={self.fixed}, activations={needed})"
+            if self.beside:
+                error.fix = self.asking(self.ledger.held["host"]["activations"] + missing)
             raise error
 
     def give_way(self) -> None:

@@ -149,6 +149,8 @@ def host_row(
     """Return an uninitialised tensor in host memory, in the ledger as long as its memory lives."""
     n = math.prod(shape)
     nbytes = n * dtype.itemsize // shares
+    if nbytes > ledger.left("host"):
+        ledger.trim("host")
     ledger.enter("host", kind, nbytes)
     row, owner = host_memory(n, dtype, device)
     ledger.entries_of(owner).append(("host", kind, nbytes))

@@ -58,7 +58,8 @@ def divided(
     Returns the rows that lie on the disk alone, and the bytes of one rank for the rows of chunks that
     are updated, and for those of chunks that are loaded.
 
-    ``gradients``  chunk -> bytes; all of them wait for a norm, three on their way are the least.
+    ``gradients``  chunk -> bytes; all of them wait for a norm, or are sums of micro-batches; three on
+                   their way are the least.
     ``ring``       bytes of the disk's buffers; ``activations``  bytes that are left over.
     Raises: ShardError for a budget that has no bytes for the buffers.
 
@@ -66,9 +67,9 @@ def divided(
     >>> divided(rows, 200, {"a": 10, "b": 10}, 0)[0], sorted(divided(rows, 35, {}, 0)[0])
     (frozenset(), ['a m', 'a v', 'b m', 'b v'])
     """
-    waiting = sum(gradients.values())
+    waiting, few = sum(gradients.values()), sum(sorted(gradients.values())[-3:])
     total = sum(r.nbytes for r in rows.values())
-    if total + waiting + ring + activations <= budget:
+    if total + waiting + few + ring + activations <= budget:
         return frozenset(), 0, 0
     chunks, loads = dict[str, int](), dict[str, int]()
     for r in rows.values():
@@ -77,9 +78,8 @@ def divided(
     chunk, loading = max(chunks.values()), max(loads.values())
     # a row that is read by the caller
     beside = loading + ring + activations + max(r.nbytes for r in rows.values())
-    few = sum(sorted(gradients.values())[-3:])
     # a chunk is updated, the next one read, the one before it written
-    plans = [(3 * chunk, waiting), (2 * chunk, waiting), (chunk, waiting), (chunk, few)]
+    plans = [(n * chunk, waiting + few) for n in (3, 2, 1)] + [(chunk, waiting), (chunk, few)]
     fits = [(staging, budget - beside - staging - more) for staging, more in plans]
     staging, left = next((fit for fit in fits if fit[1] >= 0), (0, -1))
     if left < 0:
@@ -105,8 +105,7 @@ class RowStore:
 
     ``disk``     where rows lie that the host does not hold; None: it holds all.
     ``sizes``    key -> the row's chunk, kind and bytes; ``away`` the keys of those on the disk alone.
-    ``buffers``  bytes of the host for what is read ahead and written behind; ``activations``  those
-                 that its rows leave for saved activations, where some rows lie on the disk alone.
+    ``buffers``  bytes of the host for what is read ahead and written behind.
     ``notes``    of the generation that was taken up; None for a new run.
     ``bytes_read``, ``bytes_written``  from the disk and to it so far, of the ranks in this process.
     """
@@ -117,7 +116,7 @@ class RowStore:
         self.sizes: Mapping[str, RowSize] = {}
         self.away: frozenset[str] = frozenset()
         self.durable = False
-        self.buffers = self.activations = 0
+        self.buffers = 0
         self.notes: Any = None
         self.bytes_read = self.bytes_written = 0
         # rows of the updates to come; key -> a row that was read ahead
@@ -146,11 +145,8 @@ class RowStore:
             return
         sizes = {k: r.nbytes * self.shares for k, r in kept.items()}
         self.buffers = ring // self.shares + sum(parts)
-        if self.away:
-            self.activations = activations
         ours = [
             ("host", "buffers", self.buffers),
-            ("host", "activations", self.activations),
             *(("disk", r.kind, r.nbytes * (1 + durable)) for r in kept.values()),
         ]
         entries = self.ledger.entries_of(self)

@@ -107,3 +107,18 @@ def test_a_forward_whose_backward_never_runs_leaves_nothing() -> None:
             sl.value_and_grad(f, into=tx)(tx.shard(params))
         gc.collect()
     assert [x() for x in made] == [None]
+
+
+def test_micro_batches_in_flight_keep_no_bucket_gathered_each() -> None:
+    def gathered(count: int) -> int:
+        net = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(8)])
+        stages = sl.Stages("pipe", schedule="gpipe")
+        apply, params = sl.parallelize(net, [("*", "...")], stages=stages)
+        tx = sl.optim.zero(sl.optim.sgd(0.5), "data", 3)
+        mine = tx.shard(params)
+        step = sl.value_and_grad(lambda p, x: apply(p, x).sum(), into=tx, microbatches=count)
+        step(mine, torch.ones(16, 4))
+        return len(mine.index.room.buffers)
+
+    with sl.simulate(data=2, pipe=2):
+        assert gathered(2) == gathered(8) <= 3

@@ -195,6 +195,73 @@ def test_an_explanation_of_micro_batches_says_what_their_step_moves(
         assert again.loads == sl.explain(apply, tx.shard(params), x, tx=tx).tiers.loads
 
 
+SCHEDULES = [
+    ("gpipe", "host", "device", 1, torch.float32),
+    ("zb", "", "host", 2, torch.bfloat16),
+    ("zbv", "full", "device", 2, torch.float32),
+]
+
+
+def staged(tiers: Any, schedule: str, remat: str, dtype: Any, steps: int = 2) -> dict[str, Any]:
+    """Losses, norms, parameters and state of steps in stages."""
+    torch.manual_seed(0)
+    how = {"remat": [(f"h.{i}", remat) for i in range(5) if remat and i != 2]}
+    stages = sl.Stages("pipe", schedule=schedule)
+    module = Blocks(5).to(dtype)
+    apply, params = sl.parallelize(module, RULES, inputs={"x": "data ."}, stages=stages, **how)
+    tx = o.zero(clipped(), "data", 3, master="fp32" if dtype.itemsize == 2 else None, tiers=tiers)
+    parts = tx.shard(params)
+    state, out, x = tx.init(parts), dict[str, Any](), torch.randn(256, WIDE).to(dtype)
+    vg = sl.value_and_grad(apply, into=tx, microbatches=4)
+    for i in range(steps):
+        loss, grads = vg(parts, x)
+        parts, state, info = o.step(tx, parts, grads, state, norm=True)
+        out |= {f"loss {i}": loss, f"norm {i}": info.norm}
+        del grads
+    for tree in (parts, state):
+        out |= {n: sl.unshard(x) for n, x in o.state_dict(tree).items() if torch.is_tensor(x)}
+    return out
+
+
+@pytest.mark.parametrize(("schedule", "remat", "update", "data", "dtype"), SCHEDULES)
+def test_stages_train_within_the_least_that_shard_names(
+    schedule: str, remat: str, update: Any, data: int, dtype: Any
+) -> None:
+    """However many micro-batches are in flight, and where a backward is in two passes."""
+    with sl.simulate(data=data, x=1, pipe=2):
+        want = staged(None, schedule, remat, dtype)
+        with pytest.raises(sl.ShardError, match="the largest block needs") as refused:
+            staged(o.Tiers(device=1, update=update), schedule, remat, dtype)
+        budget = int(refused.value.fix.split("device=")[1].strip(")"))
+        # what is saved comes back beside it
+        budget += (remat == "host") * 2 * 64 // data * 2 * WIDE * 4
+        tiers = o.Tiers(device=budget, update=update)
+        assert differing(want, staged(tiers, schedule, remat, dtype)) == []
+        assert tiers.ledger.peak["device"] <= budget
+
+
+def staged_alike(schedule: str) -> list[str]:
+    torch.set_num_threads(1)
+    how: Any = schedule, "host", torch.float32
+    return differing(staged(None, *how), staged(o.Tiers(device="100KB"), *how))
+
+
+def test_real_stages_too(pool: Any) -> None:
+    assert pool.run(staged_alike, "zbv", data=2, x=1, pipe=2) == [[]] * 4
+
+
+def test_an_explanation_of_stages_in_tiers_is_refused_by_name() -> None:
+    with sl.simulate(data=2, x=1, pipe=2):
+        how: Any = {"inputs": {"x": "data ."}, "stages": sl.Stages("pipe")}
+        apply, whole = sl.parallelize(Blocks(2), RULES, **how)
+        tx = o.zero(o.sgd(0.1), "data", 3, tiers=o.Tiers())
+        parts, x = tx.shard(whole), torch.empty(8, WIDE)
+        with pytest.raises(sl.errors.Unsupported, match="is not known on paper"):
+            sl.explain(apply, parts, x, tx=tx, microbatches=2)
+        tx = o.zero(o.sgd(0.1), "data", 3)
+        assert sl.explain(apply, tx.shard(whole), x, tx=tx, microbatches=2).peak > 0
+
+
 # ---------------------------------------------------------------- what it composes with
 
 

@@ -7,12 +7,14 @@ budget; a durable run is then taken up again, and has the same parameters and st
 
     python -m tests.tiers.drawn --count 500           # on simulated ranks
     python -m tests.tiers.drawn --count 100 --real    # on four processes
+    python -m tests.tiers.drawn --count 100 --stages  # in stages
     python -m tests.tiers.drawn --seed 1234           # one run, printed
 """
 
 import argparse
 import os
 import random
+import re
 import shutil
 import sys
 import tempfile
@@ -20,7 +22,7 @@ import time
 import traceback
 import warnings
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import optree
@@ -92,6 +94,7 @@ class Run:
     steps: int
     disk: str
     update: str
+    stages: str
 
     def text(self) -> str:
         """Print it in one line."""
@@ -125,6 +128,17 @@ def draw(seed: int, real: bool = False) -> Run:
         steps=r.choice([2, 3, 4]),
         disk=r.choice(["", "spare", "spare", "durable"]),
         update=r.choice(["host", "device"]),
+        stages="",
+    )  # fmt: skip
+
+
+def in_stages(run: Run) -> Run:
+    """Return the run in two stages, in micro-batches that a schedule has in flight."""
+    r = random.Random(run.seed)
+    return replace(
+        run, recipe="ddp", mesh={"data": 2, "pipe": 2}, layers=max(run.layers, 4),
+        accumulate="micro", between="", remat=r.choice(["", "full", "host"]),
+        stages=r.choice(["gpipe", "1f1b", "interleaved", "zb", "zbv", "dualpipev"]),
     )  # fmt: skip
 
 
@@ -145,9 +159,12 @@ def trained(run: Run, tiers: Any, steps: int | None = None) -> dict[str, Any]:
     # h.* matches submodules too, so name the blocks
     if remat:
         remat = {"remat": [(f"h.{i}", run.remat) for i in range(run.layers)]}
-    apply, params = sl.parallelize(
-        net, rules, inputs={"idx": rules.tokens, "targets": rules.tokens}, pad=True, **remat
-    )
+    how: dict[str, Any] = {"pad": True, **remat}
+    if run.stages:
+        per_rank = 1 + (run.stages == "interleaved")
+        how = {**remat, "stages": sl.Stages("pipe", schedule=run.stages, per_rank=per_rank)}
+    inputs = {"idx": rules.tokens, "targets": rules.tokens}
+    apply, params = sl.parallelize(net, rules, inputs=inputs, **how)
     for k, p in net.named_parameters():
         params[k].requires_grad_(p.requires_grad)
     inner = OPTIMIZERS[run.optimizer](net)
@@ -167,7 +184,7 @@ def trained(run: Run, tiers: Any, steps: int | None = None) -> dict[str, Any]:
             loss = loss + 0.5 * apply(p, targets, targets=idx)
         return loss
 
-    micro = {"microbatches": 2} if run.accumulate == "micro" else {}
+    micro = {"microbatches": 4 if run.stages else 2} if run.accumulate == "micro" else {}
     vg = sl.value_and_grad(loss_of, into=tx, **micro)
     for i in range(run.steps if steps is None else steps):
         before: Any = None
@@ -273,6 +290,11 @@ def check_disk(run: Run, device: int, want: dict[str, Any], free: Any) -> None:
             # the budget is for one gradient of each parameter
             more = run.accumulate or run.between == "twice"
             assert "do not fit: the host tier" in str(e) and more, e
+            if run.accumulate == "micro" and run.between != "twice":
+                said = re.findall(r"(host|activations)=(\d+)", e.fix)
+                tiers = o.Tiers(**how | {name: int(n) for name, n in said}, durable=durable)
+                wrong = differing(want, trained(run, tiers))
+                assert not wrong, f"with {e.fix}: {wrong[:6]}"
             return
         assert not wrong, f"with {host} bytes of host memory of {least} to {most}: {wrong[:6]}"
         assert tiers.ledger.peak["host"] <= host and tiers.ledger.peak["device"] <= device
@@ -315,11 +337,14 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--start", type=int, default=0)
     p.add_argument("--seed", type=int)
     p.add_argument("--real", action="store_true", help="on four processes")
+    p.add_argument("--stages", action="store_true", help="in two stages of two ranks")
     a = p.parse_args(argv)
     seeds = [a.seed] if a.seed is not None else list(range(a.start, a.start + a.count))
     pool, wrong, began = Pool(4) if a.real else None, 0, time.monotonic()
     for seed in seeds:
         run = draw(seed, a.real)
+        if a.stages:
+            run = in_stages(run)
         if a.seed is not None:
             print(run.text())
         try:

@@ -4,6 +4,7 @@ import errno
 import gc
 import multiprocessing as mp
 import os
+import re
 import threading
 import time
 from pathlib import Path
@@ -14,7 +15,18 @@ import torch
 
 import shardlib as sl
 from shardlib.tiers.rows import RowSize, divided
-from tests.optim.test_tiered import MESHES, block_bytes, clipped, differing, least, model, run
+from tests.optim.test_tiered import (
+    MESHES,
+    RULES,
+    WIDE,
+    Blocks,
+    block_bytes,
+    clipped,
+    differing,
+    least,
+    model,
+    run,
+)
 from tests.optim.test_tiered_step import KINDS, stepped
 from tests.tiers import kill_steps
 from tests.tiers.disk_cases import intercepted
@@ -79,6 +91,45 @@ def test_a_slow_update_keeps_no_buffers_of_its_rows(tmp_path: Path) -> None:
         want = stepped(o.adamw(rate), in_memory(), dtype, master="fp32")
         tiers = o.Tiers(host=few, disk=tmp_path)
         assert differing(want, stepped(o.adamw(rate), tiers, dtype, master="fp32")) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_of_micro_batches_fit_or_are_refused_with_what_holds_them(
+    dtype: Any, tmp_path: Path
+) -> None:
+    """Gradients are added up one by one, and those of half precision in fp32."""
+    mesh, count = {"data": 2, "x": 1}, 4
+    master: Any = "fp32" if dtype == torch.bfloat16 else None
+    few, waiting = (
+        least_host(mesh, tmp_path, count, dtype, master),
+        count * block_bytes(mesh, dtype),
+    )
+
+    def trained(tiers: Any) -> dict[str, Any]:
+        torch.manual_seed(0)
+        module = Blocks(count).to(dtype)
+        apply, params = sl.parallelize(module, RULES, inputs={"x": "data ."})
+        tx = o.zero(o.adamw(0.01), "data", 3, master=master, tiers=tiers)
+        parts = tx.shard(params)
+        state, x = tx.init(parts), torch.randn(8, WIDE).to(dtype)
+        vg = sl.value_and_grad(apply, into=tx, microbatches=2)
+        for _ in range(2):
+            _, grads = vg(parts, x)
+            parts, state, _ = o.step(tx, parts, grads, state)
+            del grads
+        return {n: sl.unshard(x) for n, x in o.state_dict(parts).items()}
+
+    with sl.simulate(**mesh):
+        want = trained(in_memory())
+        if dtype == torch.float32:
+            tiers = o.Tiers(host=few + waiting, disk=tmp_path)
+            assert differing(want, trained(tiers)) == []
+        with pytest.raises(sl.ShardError, match="of gradients do not fit") as refused:
+            trained(o.Tiers(host=few, disk=tmp_path))
+        fix = re.findall(r"(host|activations)=(\d+)", refused.value.fix)
+        tiers = o.Tiers(**{name: int(n) for name, n in fix}, disk=tmp_path)
+        assert differing(want, trained(tiers)) == []
+        assert tiers.ledger.peak["host"] <= int(dict(fix)["host"]) and tiers.ledger.peak["disk"]
 
 
 def test_rows_that_are_begun_on_the_disk_pass_through_one_buffer_in_the_ledger(
