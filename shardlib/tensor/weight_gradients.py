@@ -9,7 +9,7 @@ Source: Qi et al., arXiv 2401.10241.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -82,14 +82,23 @@ class WeightGradients:
         return [edge for edge, _ in sums.values()], [g for _, g in sums.values()]
 
 
-def form_of(w: Tensor) -> Tensor:
-    """Return zeros in the shape of W, and with its order of dimensions, in the memory of one row.
+class WeightForm(NamedTuple):
+    """Form of W, of which its gradient depends on no value; a gathered W is freed before it."""
 
-    They stand for W where its gradient alone is computed, which depends on no value of W.
-    """
-    ones = [int(s == 1) for s in w.stride()]
-    length = sum(n * s for n, s in zip(w.shape, ones, strict=True)) or 1
-    return w.new_zeros(length).as_strided(w.shape, ones)
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, w: Tensor) -> "WeightForm":
+        """Return the form of W."""
+        return cls(tuple(w.shape), w.stride(), w.dtype)
+
+    def zeros(self, like: Tensor) -> Tensor:
+        """Return zeros of this form, in which one dimension has memory: that of stride 1."""
+        ones = [int(s == 1) for s in self.strides]
+        length = sum(n * s for n, s in zip(self.shape, ones, strict=True)) or 1
+        return like.new_zeros(length, dtype=self.dtype).as_strided(self.shape, ones)
 
 
 def queued(edge: Any, of_w: Any, w: Tensor | None = None) -> bool:

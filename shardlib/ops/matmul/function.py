@@ -21,7 +21,7 @@ from shardlib.dtypes import HALF, wider
 from shardlib.mesh import Mesh, bind, bound_scope, scope
 from shardlib.optional import unless_none
 from shardlib.tensor import total, vary
-from shardlib.tensor.weight_gradients import form_of
+from shardlib.tensor.weight_gradients import WeightForm
 
 Axes = tuple[str, ...]
 Gradients = tuple[Tensor | None, Tensor | None]
@@ -131,8 +131,8 @@ class Product(Local):
         with bind(mesh):
             queued, later = False, bound_scope().call.later
             if later is not None and all(need):
-                # detached, since x's graph holds what the layers before it saved; a gathered w is freed
-                of_w = partial(_of_w, schedule, mesh, over, grads[0], x.detach(), form_of(w))
+                # detached, since x's graph holds what the layers before it saved
+                of_w = partial(_of_w, schedule, mesh, over, grads[0], x.detach(), WeightForm.of(w))
                 queued = later.put(ctx.next_functions[1], of_w, w)
                 need = True, not queued
             if not lead(mesh):
@@ -146,9 +146,10 @@ class Product(Local):
 
 
 def _of_w(
-    schedule: Schedule, mesh: Mesh, over: tuple[Axes, Axes], dy: Tensor, x: Tensor, w: Tensor
+    schedule: Schedule, mesh: Mesh, over: tuple[Axes, Axes], dy: Tensor, x: Tensor, form: WeightForm
 ) -> Tensor | None:
     """Compute the gradient of W alone, after the backward that computed that of X."""
+    w = form.zeros(dy)
     with bind(mesh):
         _, dw = schedule.gradients(
             wrap(dy, mesh), wrap(x, mesh), wrap(w, mesh), (False, True), over
