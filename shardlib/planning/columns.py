@@ -45,7 +45,9 @@ def columns_of(
                 if layers > 1 and not _repeats(begin, end):
                     continue
                 states, holding = (_key(begin), _key(end)), search.holding
-                kept = _borders(begin, end) if remat else None
+                kept = None
+                if remat:
+                    kept = _borders(begin, end)
                 made = [_column(number, states, way, remat, kept, holding) for way in ways]
                 found += undominated(made)
                 least = spent + layers * min(c.seconds for c in made)

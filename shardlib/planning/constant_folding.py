@@ -230,7 +230,7 @@ def _by_row(func: object, args: Args, ndim: int) -> bool:
 
 @dataclass
 class Result:
-    """What an operation on the meta device returns: how to make equal tensors.
+    """Result of an operation on the meta device: how to make equal tensors.
 
     ``forms``  size, stride and dtype of each tensor, None for one that it leaves out; no forms
                where the operation returns its first operand.
@@ -247,7 +247,9 @@ class Result:
         if not self.forms:
             return args[0]
         made = [f and torch.empty_strided(*f[:2], dtype=f[2], device="meta") for f in self.forms]
-        return made[0] if self.one else tuple(made)
+        if self.one:
+            return made[0]
+        return tuple(made)
 
 
 @dataclass
@@ -334,12 +336,13 @@ def _made(out: Any, args: Args) -> Result | None:
     if args and out is args[0]:
         return Result()
     one = isinstance(out, Tensor)
-    outs: list[Tensor | None] = [out] if one else [*out]
+    outs: list[Tensor | None] = [out]
+    if not one:
+        outs = [*out]
     made = [x for x in outs if x is not None]
     if any(type(x) is not Tensor or not x.is_meta or x.storage_offset() for x in made):
         return None
-    forms = tuple(None if x is None else (x.shape, x.stride(), x.dtype) for x in outs)
-    found = Result(forms, one)
+    found = Result(tuple(map(_form, outs)), one)
     storages = [x.untyped_storage() for x in [*made, *tensors_in(args)]]
     own = {s._cdata for s in storages[: len(made)]}
     if len(own) < len(made) or any(s._cdata in own for s in storages[len(made) :]):
@@ -348,4 +351,12 @@ def _made(out: Any, args: Args) -> Result | None:
     same = all(
         x.untyped_storage().nbytes() == s.nbytes() for x, s in zip(again, storages, strict=False)
     )
-    return found if same else None
+    if not same:
+        return None
+    return found
+
+
+def _form(x: Tensor | None) -> tuple[torch.Size, tuple[int, ...], torch.dtype] | None:
+    if x is None:
+        return None
+    return x.shape, x.stride(), x.dtype

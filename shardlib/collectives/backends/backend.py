@@ -66,7 +66,9 @@ def lands_alone(parts: Tensor, to: Landing) -> bool:
 def padded(flat: Tensor, size: int) -> Tensor:
     """Return a vector of a multiple of ``size`` elements: itself, or a copy with zeros behind."""
     more = -flat.shape[-1] % size
-    return F.pad(flat, (0, more)) if more else flat
+    if not more:
+        return flat
+    return F.pad(flat, (0, more))
 
 
 G = TypeVar("G")

@@ -154,7 +154,9 @@ def ragged_all_to_all(x: Tensor, g: _PaperGroup, counts: Sequence[Sequence[int]]
 
 
 def _placed(parts: Tensor, g: _PaperGroup) -> Tensor:
-    return parts if g.placed else torch.empty_like(parts)
+    if g.placed:
+        return parts
+    return torch.empty_like(parts)
 
 
 def _parts(x: Tensor, g: _PaperGroup, dim: int) -> Tensor:
