@@ -4,6 +4,10 @@ The calls of a part run in their order.  All that later calls depend on is where
 they read, and which of these are saved already: the state.  Of two ways with the same state, the
 one that takes more seconds and more bytes can be no part of a best plan and is dropped (Bellman).
 Results' layouts depend on the operands' layouts alone (decision 0003), so a state is finite.
+
+Where links are so fast that most ways take about as long, there are very many.  Of more than STATES
+states those of least seconds and of least bytes are followed, and of more than MANY ways of a state
+those are left out that differ from another by a share GRAIN of the memory.
 """
 
 import math
