@@ -80,9 +80,12 @@ def solve(
     rows = _Constraints(columns, counts)
     if limit < math.inf:
         rows.within(limit)
-    scale, top = max(room, 1.0), min(room, 1.0)
+    most = room
     if least or room == math.inf:
-        scale, top = max(c.kept + c.saved + c.most for c in columns), math.inf
+        room, most = max(c.kept + c.saved + c.most for c in columns), math.inf
+    # a power of two: bytes are divided without rounding, and none is lost at the limit
+    scale = 2.0 ** math.ceil(math.log2(max(room, 1.0)))
+    top = most / scale
     x = rows.minimized(scale, top, least, gap)
     if x is None:
         return None
