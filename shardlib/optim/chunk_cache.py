@@ -31,7 +31,7 @@ from shardlib.optim.tiles import first_word
 from shardlib.tiers.depth import Times
 from shardlib.tiers.ledger import Ledger
 from shardlib.tiers.mover import Ticket
-from shardlib.tiers.rows import RowStore, TierRow
+from shardlib.tiers.rows import RowStore, TierRow, on_their_way
 from shardlib.tiers.schedule import TRANSITIONS, State, Uses, moves
 
 
@@ -324,6 +324,12 @@ class ChunkCache(TieredRoom):
             for some in (self.due, self.brought, self.coming):
                 some.clear()
 
+    @property
+    def sums(self) -> int:
+        """Bytes of a rank's sums of micro-batches' gradients, those of half precision in fp32."""
+        some = (b for c in self.trained for b in self.chunks[c])
+        return sum(b.part_length * wider(b.dtype).itemsize for b in some)
+
     def gradient_row(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return memory of the host for a gradient.
 
@@ -333,11 +339,11 @@ class ChunkCache(TieredRoom):
             return super().gradient_row(shape, dtype)
         except ShardError as e:
             held = self.ledger.held["host"]
-            few = sum(sorted(self.sizes[c] for c in self.trained)[-3:])
-            here = [b for c in self.trained for b in self.chunks[c]]
-            sums = sum(b.part_length * wider(b.dtype).itemsize for b in here)
+            few = on_their_way(self.sizes[c] for c in self.trained)
             asked = math.prod(shape) * dtype.itemsize // self.shares
-            need = max(held["gradients"] + asked, sums) + self.ledger.peaks["host"]["activations"]
+            need = (
+                max(held["gradients"] + asked, self.sums) + self.ledger.peaks["host"]["activations"]
+            )
             rows = held.total() - held["gradients"] - held["activations"]
             e.fix = f"sl.optim.Tiers(host={rows + need + few})"
             if self.activations.beside:

@@ -54,7 +54,7 @@ from shardlib.tensor import ShardedTensor
 from shardlib.tiers.buffers import Buffers
 from shardlib.tiers.ledger import Ledger
 from shardlib.tiers.mover import Ticket
-from shardlib.tiers.rows import RowSize, TierRow
+from shardlib.tiers.rows import RowSize, TierRow, on_their_way
 
 
 class GlobalNorms:
@@ -186,9 +186,8 @@ class TieredParameters(SplitParameters):
         beside = gradients, self.tiers.left_over
         cache.store.open(rows, *beside, os.fspath(path), self.tiers.durable, how)
         if cache.store.away:
-            few = sorted(gradients.values())[-3:]
             most = max(r.nbytes for r in rows.values())
-            cache.activations.beside = cache.store.buffers + most + sum(few)
+            cache.activations.beside = cache.store.buffers + most + on_their_way(gradients.values())
 
     def _on_paper(
         self, cache: ChunkCache, index: Index, asks: Mapping[str, bool]

@@ -38,17 +38,15 @@ def columns_of(
             own = (limit - spent - rest) / layers
             for after, ways in search.run(part.calls, begin, remat, own, ideal).items():
                 # what is computed again is saved by none, but what a single layer reads
-                end = after
+                end, kept = after, None
                 if remat:
                     read = begin.saved | (_roots(part.calls, begin) if layers == 1 else set())
                     end = replace(after, saved=frozenset(read & {x.root for x in after.alive}))
+                    kept = _borders(begin, end)
                 if layers > 1 and not _repeats(begin, end):
                     continue
-                states, holding = (_key(begin), _key(end)), search.holding
-                kept = None
-                if remat:
-                    kept = _borders(begin, end)
-                made = [_column(number, states, way, remat, kept, holding) for way in ways]
+                states = _key(begin), _key(end)
+                made = [_column(number, states, way, remat, kept, search.holding) for way in ways]
                 found += undominated(made)
                 least = spent + layers * min(c.seconds for c in made)
                 held = min(c.kept + c.saved for c in made)

@@ -352,12 +352,11 @@ def _sums(cache: ChunkCache, count: int) -> tuple[int, int]:
     """
     some = [b for c, each in cache.chunks.items() if c in cache.trained for b in each]
     half = sum(part_bytes(b) for b in some if wider(b.dtype) != b.dtype)
-    sums = sum(b.part_length * wider(b.dtype).itemsize for b in some)
     added = [b for b in some if wider(b.dtype) == b.dtype and count > 1]
     buffers = set(map(part_bytes, added))
     # one that is summed over ranks comes later
     pairs = ((part_bytes(a), part_bytes(b)) for a, b in pairwise(added) if not b.hops)
-    return sums, half + sum(buffers) + sum({m for m, n in pairs if m == n})
+    return cache.sums, half + sum(buffers) + sum({m for m, n in pairs if m == n})
 
 
 def _by_use(

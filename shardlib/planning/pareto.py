@@ -32,7 +32,6 @@ T = TypeVar("T")
 BUCKET = 25 * 2**20
 """Bytes of gradients that are summed in one transfer, as by ``zero(bucket_mb=25)``."""
 
-
 MANY, GRAIN = 16, 1e-3
 """Ways of a state, from which on this share of the memory is no difference between two of them."""
 
@@ -608,8 +607,9 @@ def _least(order: Sequence[int], costs: Sequence[tuple[float, ...]], more: float
     found: list[int] = []
     best: list[tuple[float, ...]] = []
     for at in order:
-        _, end, held, most, kept = (c + more for c in costs[at])
+        _, end, held, most, kept = costs[at]
         if not any(c[1] <= end and c[2] <= held and c[3] <= most and c[4] <= kept for c in best):
-            best.append(costs[at])
+            # moved once, not in each comparison
+            best.append(tuple(c - more for c in costs[at]))
             found.append(at)
     return found

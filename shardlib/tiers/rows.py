@@ -11,7 +11,7 @@ import gc
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -67,7 +67,7 @@ def divided(
     >>> divided(rows, 200, {"a": 10, "b": 10}, 0)[0], sorted(divided(rows, 35, {}, 0)[0])
     (frozenset(), ['a m', 'a v', 'b m', 'b v'])
     """
-    waiting, few = sum(gradients.values()), sum(sorted(gradients.values())[-3:])
+    waiting, few = sum(gradients.values()), on_their_way(gradients.values())
     total = sum(r.nbytes for r in rows.values())
     if total + waiting + few + ring + activations <= budget:
         return frozenset(), 0, 0
@@ -98,6 +98,11 @@ def divided(
         else:
             left -= r.nbytes
     return frozenset(away), staging, loading
+
+
+def on_their_way(gradients: Iterable[int]) -> int:
+    """Return the bytes of the gradients, of these sizes, that are on their way to the host at once."""
+    return sum(sorted(gradients)[-3:])
 
 
 class RowStore:
