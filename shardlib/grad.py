@@ -195,7 +195,7 @@ def _run(
         found: Sequence[Tensor | None] = [None] * len(leaves.wanted)
         if raw.requires_grad:
             found = torch.autograd.grad(raw, leaves.wanted, allow_unused=True, create_graph=inside)
-        found = _with_sums(found, together.finish())
+        found = with_sums(found, together.finish())
         if sink is not None:
             sink.leaves = leaves.pairs
         grads = leaves.gradients(found) if sink is None else [sink.finish()]
@@ -377,7 +377,7 @@ def _ready(loss: Tensor) -> Tensor:
     return settle(loss).raw
 
 
-def _with_sums(found: Sequence[Tensor | None], sums: dict[int, Tensor]) -> list[Tensor | None]:
+def with_sums(found: Sequence[Tensor | None], sums: dict[int, Tensor]) -> list[Tensor | None]:
     """Add to each leaf's gradient from autograd the sum that was made outside it."""
     out = list(found)
     for i, g in sums.items():

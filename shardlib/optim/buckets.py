@@ -15,6 +15,7 @@ Memory is pooled, since fresh pages cost as much as a sum over them.  A storage 
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from typing import Any, TypeVar
@@ -695,6 +696,16 @@ class Memory:
             base = self._made(n, dtype, device)
         self.lent.add(_storage(base))
         return base[:n].view(shape)
+
+    @contextmanager
+    def anew(self) -> Iterator[None]:
+        """Use none of the vectors that are free, and keep none that is given meanwhile."""
+        free, self.free = self.free, {}
+        views, self.views = self.views, {}
+        try:
+            yield
+        finally:
+            self.free, self.views = free, views
 
     def _made(self, n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return _empty(n, dtype, device)

@@ -256,9 +256,12 @@ def with_master(
     tx: Transform,
     master: Master | None,
     axes: Sequence[str],
-    memory: Any,
+    memory: Any = None,
 ) -> Transform:
-    """Run ``tx`` on a master of parts of parameters, which are the rounded master; in place only."""
+    """Run ``tx`` on a master of parts of parameters, which are the rounded master; in place only.
+
+    ``memory``  a pool of vectors; None: that of the parts' index.
+    """
     if master is None:
         return tx
 
@@ -301,6 +304,7 @@ def _with_remainder(
     memory: Any, tx: Transform, grads: Tree, state: ZeroState, mine: Tree, step: Step
 ) -> State:
     first = optree.tree_leaves(mine)[0].raw
+    memory = mine.index.room.memory if memory is None else memory
     if tx.halves and (not first.is_cpu or active.cpu) and active.serving(first):
         step.beside = mine, state.master
         inner = run_in_place(tx, grads, state.inner, mine, step)

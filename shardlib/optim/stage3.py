@@ -34,7 +34,6 @@ from shardlib.optim.buckets import (
     Buckets,
     Index,
     Item,
-    Memory,
     State,
     Tree,
     own_parts,
@@ -502,7 +501,7 @@ class SplitParameters:
     def __init__(self, how: ZeroSettings) -> None:
         self.how = how
         self.cache = IndexCache(how)
-        self.inner = with_master(how.tx, how.master, how.axes, Memory())
+        self.inner = with_master(how.tx, how.master, how.axes)
 
     def shard(self, params: Tree) -> Parts:
         """Keep only this rank's parts of the parameters; frozen ones get buckets of their own."""

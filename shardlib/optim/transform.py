@@ -279,8 +279,10 @@ def fused(name: str, rows: Sequence[list[Tensor]], step: Step, count: int, **how
         back = ends + back
     # the kernel takes a count per tensor: here all share one
     counts = [torch.full((), count, dtype=torch.float32, device=device)] * len(used[0])
-    with below_autograd():
-        kernel(used, counts, **how)
+    # on paper not all kernels run
+    if device.type != "meta":
+        with below_autograd():
+            kernel(used, counts, **how)
     for memory, made in back:
         copy_all(memory, made)
     written(rows)

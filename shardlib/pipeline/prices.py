@@ -18,13 +18,14 @@ from shardlib.grad import GradientSums, frozen
 from shardlib.mesh import Link, record, within
 from shardlib.microbatches import MicroBatches
 from shardlib.modules.paths import Paths
+from shardlib.optim.buckets import Buckets
 from shardlib.optim.transform import Transform
 from shardlib.pipeline.cut import Cut, Inputs, cut_of, on_shapes
 from shardlib.pipeline.forward import UnitCall, block_of_output
 from shardlib.pipeline.schedules import Action, PipelineSchedule, timeline
 from shardlib.pipeline.step import PipelineStep, Traffic, last_gradients
 from shardlib.planning.cluster import Cluster
-from shardlib.planning.explain import CallRecorder, bytes_of, sink_of
+from shardlib.planning.explain import CallRecorder, bytes_of, new_pool, sink_of, updated
 from shardlib.planning.explanation import PipelineExplanation, PlaceCost, StageCost
 from shardlib.planning.work import Meter, Rates, StepWork
 
@@ -115,26 +116,33 @@ class _PaperStep(PipelineStep):
 
     def place(self, r: int, rates: Rates) -> PlaceCost:
         """Return the cost of a place on the axis; its sums of gradients end."""
-        with trace() as t, Meter(StepWork()) as meter:
-            _held = self.of_place[r].finish()
+        tx, params, sums = self.tx, self.parts[r], self.of_place[r]
+        state = None if tx is None else tx.init(params)
+        with new_pool(sums.sink), Meter(StepWork()) as meter:
+            with trace() as t:
+                grads, work = sums.finish(), meter.work
+            work.add(t.events)
+            if tx is not None and isinstance(grads, Buckets):
+                updated(meter, tx, params, grads, state)
             buckets = meter.now
-        meter.work.add(t.events)
         nbytes = self.pipeline.nbytes
         names = [n for n, ranks in self.tied.items() if r in ranks for _ in ranks[1:]]
         ties = sum(rates.links[self.axis].seconds(nbytes(n)) for n in names)
-        state = 0 if self.tx is None else bytes_of(self.tx.init(self.parts[r]))
         return PlaceCost(
-            bytes_of(self.parts[r]), state, sum(map(nbytes, self.own[r])),
-            self._most(r, buckets, meter.peak), t, rates.moving(meter.work.along) + ties,
+            bytes_of(params), bytes_of(state), sum(map(nbytes, self.own[r])),
+            self._most(r, buckets, meter.peak), t, rates.moving(work.along) + ties,
         )  # fmt: skip
 
     def _most(self, r: int, buckets: int, finish: int) -> int:
         """Compute the most bytes on a rank, of what is in flight and of what an action needs.
 
-        ``buckets``  bytes of those of sums, which the first last gradient fills.
+        ``buckets``  bytes of those of sums, which the first last gradient fills; those of ZeRO are
+                     there from the step before.
         ``finish``   the most bytes while these are sent.
         """
         now, most = 0, finish
+        if self.of_place[r].sink is not None:
+            now, buckets = buckets, 0
         kept: dict[tuple[int, int], int] = defaultdict(int)
         row = self.table.tables[r]
         ends = last_gradients(row, self.cuts)

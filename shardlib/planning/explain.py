@@ -6,7 +6,7 @@ a plan for 512 ranks takes as long as one for two.
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -27,6 +27,7 @@ from shardlib.grad import (
     deferring,
     pipeline_of,
     staged_mesh,
+    with_sums,
 )
 from shardlib.mesh import Mesh, MeshLike, axis_sizes, record, within
 from shardlib.microbatches import MicroBatches
@@ -35,12 +36,12 @@ from shardlib.modules.paths import Paths
 from shardlib.ops.matmul.prefetch import planned
 from shardlib.ops.registry import Match
 from shardlib.opspec import Args, Func, Kwargs
-from shardlib.optim.buckets import Buckets, Memory, pytree_node
+from shardlib.optim.buckets import Buckets, pytree_node
 from shardlib.optim.chunk_cache import ChunkCache, part_bytes
 from shardlib.optim.sink import Sink
 from shardlib.optim.stage3 import BucketReading, Parts, Reading
 from shardlib.optim.tiered import ChunkReading, TieredParts
-from shardlib.optim.transform import Transform
+from shardlib.optim.transform import Step, Transform, run_in_place
 from shardlib.placing import padded_size
 from shardlib.planning.cluster import Cluster, cluster_of
 from shardlib.planning.constant_folding import Known
@@ -76,8 +77,10 @@ def explain(
     ``mesh``      sizes to plan for, as ``{"x": 16, "y": 32}``; the parameters' own mesh if None.
     ``backward``  also the gradients of ``params``.
     ``tx``        an optimizer's transform, whose state is then part of the peak.  With ``zero``,
-                  gradients go into its buckets, as in ``value_and_grad(..., into=tx)``; at stage 3
-                  pass it with ``tx.shard(params)``.  The update's own transfers are not counted.
+                  gradients go into its buckets, as in ``value_and_grad(..., into=tx)``, and the peak
+                  is that of a step behind the first and its update, whose buckets are reused; at
+                  stage 3 pass it with ``tx.shard(params)``.  The update's own transfers are not
+                  counted.
 
     ``microbatches``  of a step, in which ``inputs`` are cut, as ``value_and_grad`` does; ``apply`` is
                   then a loss.  Of a module in stages the result, a ``PipelineExplanation``, has
@@ -204,6 +207,7 @@ class _Call(NamedTuple):
             watch = CallRecorder(t, paper.size, backward, paths)
             trained = [x for x in _of(ShardedTensor, params) if x.raw.requires_grad]
             raws = [x.raw for x in trained]
+            state = None if tx is None else tx.init(params)
             sink = sink_of(tx, params) if backward and trained and tx is not None else None
             if sink is not None:
                 # as value_and_grad(into=) does
@@ -212,18 +216,19 @@ class _Call(NamedTuple):
                     x.raw.register_hook(partial(watch.counted, sink.take, i))
             together = _Together(raws if sink is None else [], watch)
             work = StepWork()
-            with together, Meter(work) as live:
+            with new_pool(sink), together, Meter(work) as live:
                 with within(watcher=watch):
                     out = run()
                 saved = live.now
                 if backward:
-                    watch.back(out, raws, together, sink)
-            state = 0 if tx is None else bytes_of(tx.init(params))
+                    grads = watch.back(out, raws, together, sink)
+                    del out
+                work.add(t.events)
+                most = _steady(live, tx, params, grads, state) if backward else live.peak
             work.move(*_moved(params))
         self.rounds.append(len(self.order))
-        work.add(t.events)
         return Explanation(
-            watch.rows, dict(paper.axes), bytes_of(params), live.peak, state, saved, work=work
+            watch.rows, dict(paper.axes), bytes_of(params), most, bytes_of(state), saved, work=work
         )
 
     def accumulated(self, count: int, tx: Transform | None, paths: Paths) -> Explanation:
@@ -231,7 +236,9 @@ class _Call(NamedTuple):
         with self.opened() as (paper, params, _), trace() as t:
             args, kwargs = _papers(self.inputs, paper, self.order)
             watch = CallRecorder(t, paper.size, True, paths)
-            sums = _CountedSums(params, None if tx is None else sink_of(tx, params), watch)
+            state = None if tx is None else tx.init(params)
+            sink = None if tx is None else sink_of(tx, params)
+            sums = _CountedSums(params, sink, watch)
             work, saved = StepWork(), []
 
             def loss(*given: Any, **how: Any) -> Any:
@@ -241,7 +248,7 @@ class _Call(NamedTuple):
                 watch.turn(watch.rows[-1] if watch.rows else None)
                 return out
 
-            with Meter(work) as live:
+            with new_pool(sink), Meter(work) as live:
                 batch = MicroBatches(args, kwargs, count)
                 for k in sorted({0, min(1, count - 1), count - 1}):
                     live.work, events, rows = StepWork(), len(t.events), len(watch.rows)
@@ -249,7 +256,7 @@ class _Call(NamedTuple):
                     before = _moved(params)
                     accumulate(loss, batch, k, sums)
                     if k == count - 1:
-                        watch.counted(sums.finish)
+                        grads = watch.counted(sums.finish)
                     watch.turn(None)
                     live.work.add(t.events[events:])
                     live.work.move(*(a - b for a, b in zip(_moved(params), before, strict=True)))
@@ -259,11 +266,45 @@ class _Call(NamedTuple):
                     used = self.order[begun:]
                     self.order.extend(used * (times - 1))
                     self.rounds.extend([len(used)] * times)
-            watch.close()
-            state = 0 if tx is None else bytes_of(tx.init(params))
+                watch.close()
+                del sums
+                most = _steady(live, tx, params, grads, state)
         return Explanation(
-            watch.rows, dict(paper.axes), bytes_of(params), live.peak, state, saved[0], work=work
-        )
+            watch.rows, dict(paper.axes), bytes_of(params), most, bytes_of(state), saved[0],
+            work=work,
+        )  # fmt: skip
+
+
+def new_pool(sink: Sink | None) -> AbstractContextManager[object]:
+    """Return a context in which buckets are made as in a first step."""
+    return nullcontext() if sink is None else sink.memory.anew()
+
+
+def _steady(live: Meter, tx: Transform | None, params: Any, grads: Any, state: Any) -> int:
+    """Return the most bytes of a step behind the first: ZeRO's buckets are there when it begins.
+
+    ``grads``  as the step gives them, or a list for parts of buckets.
+    """
+    if tx is None or isinstance(params, _PaperParts):
+        return live.peak
+    if isinstance(params, Parts) and isinstance(grads, list):
+        names = {id(x): n for n, x in params.items()}
+        trained = [names[id(x)] for x in _of(ShardedTensor, params) if x.requires_grad]
+        rows = [(n, params[n], g) for n, g in zip(trained, grads, strict=True)]
+        blocks = ((n, x, torch.zeros_like(x.raw) if g is None else g) for n, x, g in rows)
+        grads = params.like({n: x.becomes(g) for n, x, g in blocks})
+    if not isinstance(grads, Buckets):
+        return live.peak
+    updated(live, tx, params, grads, state)
+    return live.steady()
+
+
+def updated(live: Meter, tx: Transform, params: Any, grads: Buckets, state: Any) -> None:
+    """Update parameters on paper, for which ZeRO makes further buckets."""
+    live.work = StepWork()
+    # an update that asks for values cannot run; the gradients' buckets are there
+    with suppress(RuntimeError):
+        run_in_place(tx, grads, state, params, Step())
 
 
 def _moved(params: Any) -> tuple[int, int]:
@@ -507,27 +548,30 @@ class CallRecorder:
         self.apart[known:] = self.t.events[before:]
         return out
 
-    def back(
-        self, out: object, starts: list[Tensor], together: Together, sink: Sink | None
-    ) -> None:
-        """Run backward; gradients that are summed together get a row of their own, the last."""
+    def back(self, out: object, starts: list[Tensor], together: Together, sink: Sink | None) -> Any:
+        """Run backward, and return the gradients: a list, or what the sink makes of them.
+
+        Gradients that are summed together get a row of their own, the last.
+        """
         found = [settle(x).raw for x in _of(ShardedTensor, out)]
         ends = [raw for raw in found if raw.requires_grad]
         self.turn(self.rows[-1] if self.rows else None)
         together.open = True
         # blocks have no values: any cotangent of the right shape does
+        grads: Any = [None] * len(starts)
         if ends and starts:
-            torch.autograd.grad(
-                ends, starts, [torch.empty_like(x) for x in ends], allow_unused=True
-            )
-        together.finish()
+            cotangents = [torch.empty_like(x) for x in ends]
+            grads = list(torch.autograd.grad(ends, starts, cotangents, allow_unused=True))
+        grads = with_sums(grads, together.finish())
         if sink is not None:
-            self.counted(sink.finish)
+            grads = self.counted(sink.finish)
         self.turn(None)
         self.close()
+        return grads
 
     def close(self) -> None:
-        """Add a row of the gradients that are summed together."""
+        """Add a row of the gradients that are summed together, and let go of the graph."""
+        self.nodes.clear()
         if self.apart:
             at = "gradients of several parameters"
             self.rows.append(Row(self.apart[0].kind, at, (), "", backward=self.apart))
@@ -565,7 +609,7 @@ def sink_of(tx: Transform, params: object) -> Sink | None:
     except Unsupported:  # each group has its own
         return None
     if sink is not None:
-        sink.memory, sink.heard = Memory(), None
+        sink.heard = None
     return sink
 
 

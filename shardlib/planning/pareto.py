@@ -217,12 +217,10 @@ class Holding:
 
     def gradients(self, leaf: Leaf) -> float:
         """Return the bytes of a parameter's gradient at the end of backward."""
-        if self.micros > 1 or self.host:
-            # the sum of all micro-batches is kept meanwhile
+        if self.micros > 1 or self.stage:
+            # the sum of all micro-batches is kept meanwhile, and ZeRO's parts from step to step
             return 0.0
-        if self.stage < 2:
-            return leaf.operand.nbytes
-        return leaf.operand.nbytes / self.parts(leaf)
+        return leaf.operand.nbytes
 
     def kept(self, leaf: Leaf) -> float:
         """Return the bytes of a parameter, and of its optimizer's state."""
@@ -231,9 +229,11 @@ class Holding:
         own = leaf.operand.nbytes * (1 + self.state / self.parts(leaf))
         if self.micros > 1:
             own += self.added(leaf)
-        if self.bucket and self.axes:
-            # ZeRO's is there from the first gradient on
-            own += leaf.operand.nbytes
+        if self.axes:
+            # the sums' parts, and a single bucket with what is received for it, are there from step
+            # to step; of more buckets there are some, whatever the parameters
+            ways = self.parts(leaf)
+            own += self.added(leaf) / ways + self.bucket * (1 + (ways > 2)) * leaf.operand.nbytes
         return own / self.pipe
 
     def gathering(self, sums: Iterable[GradientSum]) -> float:

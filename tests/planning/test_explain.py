@@ -10,6 +10,7 @@ from torch import nn
 
 import shardlib as sl
 from examples.gpt import GPT, GPTConfig
+from shardlib.collectives import Trace
 from shardlib.memory_tracker import Live
 
 CONFIG = GPTConfig(vocab=32, ctx=8, layers=2, heads=4, embed=16)
@@ -147,8 +148,24 @@ def test_peak_memory_on_paper_is_what_a_step_allocates(pool: Any) -> None:
         assert abs(here / paper - 1) < 0.05, (paper, here)
 
 
-def first_steps() -> dict[str, tuple[int, int]]:
-    """(on paper, counted here) of a first step of a GPT, by stage of ZeRO: it makes all buffers."""
+def second_step(tx: Any, step: Any, params: Any, *inputs: Any) -> tuple[Trace, int, Any]:
+    """Step twice: what the second's gradients moved, the most bytes beside state, and parameters.
+
+    It finds the buckets that the first has made.
+    """
+    state = tx.init(params)
+    with Live() as live:
+        for _ in range(2):
+            live.peak = live.now
+            with sl.trace() as t:
+                _, grads = step(params, *inputs)
+            params, state, _ = sl.optim.step(tx, params, grads, state)
+            del grads
+    return t, live.peak, params
+
+
+def steps_of_stages() -> dict[str, tuple[int, int]]:
+    """(on paper, counted here) of a step of a GPT, by stage of ZeRO."""
     found, ids = {}, torch.zeros(16, 64, dtype=torch.int64)
     for stage, keep in ((0, False), (1, False), (2, False), (3, False), (3, True)):
         model = GPT(GPTConfig(ctx=64, layers=2, heads=4, embed=64))
@@ -160,19 +177,17 @@ def first_steps() -> dict[str, tuple[int, int]]:
         params = tx.shard(params)
         plan = sl.explain(apply, params, (ids, ids), tx=tx)
         step = sl.value_and_grad(apply, into=None if stage == 3 else tx)
-        with Live() as live, sl.trace() as t:
-            step(params, ids, ids)
-        beside = plan.peak - plan.transient
-        found[f"stage {stage} {keep}"] = plan.peak, beside + live.peak
+        t, most, params = second_step(tx, step, params, ids, ids)
+        found[f"stage {stage} {keep}"] = plan.peak, plan.peak - plan.transient + most
         assert (plan.bytes, plan.messages) == (t.bytes, t.messages), stage
-        if stage > 1 and not keep:  # a first step's, as if none had run
+        if stage > 1 and not keep:  # as if none had run
             again = sl.explain(apply, params, (ids, ids), tx=tx)
             assert (again.peak, again.bytes) == (plan.peak, plan.bytes), stage
     return found
 
 
-def test_a_first_step_takes_what_paper_says_at_every_stage(pool: Any) -> None:
-    for by_stage in pool.run(first_steps, data=4):
+def test_a_step_takes_what_paper_says_at_every_stage(pool: Any) -> None:
+    for by_stage in pool.run(steps_of_stages, data=4):
         for stage, (paper, here) in by_stage.items():
             # attention is no fused kernel on the pretend device, and is told 1.1 % too high there
             near = 0.01 if torch.get_default_device().type == "cpu" else 0.02
@@ -197,13 +212,12 @@ def steps_of_micro_batches() -> list[tuple[str, bool, float]]:
         plan = sl.explain(apply, params, given, tx=tx, microbatches=count)
         into = None if stage == 3 else tx
         step = sl.value_and_grad(apply, into=into, microbatches=count)  # type: ignore[call-overload]
-        with Live() as live, sl.trace() as t:
-            step(params, *given)
+        t, most, _ = second_step(tx, step, params, *given)
         beside = plan.peak - plan.transient
         alike = (plan.bytes, plan.messages) == (t.bytes, t.messages)
         moved = {axes: (float(b), m) for axes, (b, m) in plan.work.along.items()}
         alike &= sum(b for b, _ in moved.values()) == float(t.bytes)
-        found.append((f"{stage} {count} {dtype}", alike, (beside + live.peak) / plan.peak))
+        found.append((f"{stage} {count} {dtype}", alike, (beside + most) / plan.peak))
     return found
 
 
@@ -211,9 +225,9 @@ def test_a_step_of_micro_batches_takes_what_paper_says_at_every_stage(pool: Any)
     """The first, one that stands for all between, and the last."""
     near = 0.01 if torch.get_default_device().type == "cpu" else 0.02
     for found in pool.run(steps_of_micro_batches, data=4):
-        # at stage 3 a bucket that is gathered ahead is told later gone than it is
+        # at stage 3 a second step takes larger vectors of the pool for smaller buckets
         wrong = [
-            x for x in found if not x[1] or not -near - 0.02 * (x[0][0] == "3") < x[2] - 1 < near
+            x for x in found if not x[1] or not -near - 0.05 * (x[0][0] == "3") < x[2] - 1 < near
         ]
         assert not wrong, wrong
 
@@ -229,7 +243,7 @@ def test_what_is_no_number_of_micro_batches_is_refused(count: Any) -> None:
             sl.explain(apply, params, torch.ones(4, 4), microbatches=2)
 
 
-def first_steps_of_own_parts() -> list[tuple[bool, float]]:
+def steps_of_own_parts() -> list[tuple[bool, float]]:
     """(whether bytes are those on paper, counted peak over paper's) of weights that data splits."""
     found, x = [], sl.shard(torch.ones(64, 64), "data .")
     for stage, axis in ((2, "data"), (2, ("data", "x")), (3, ("data", "x"))):
@@ -240,16 +254,15 @@ def first_steps_of_own_parts() -> list[tuple[bool, float]]:
         params, f = tx.shard(params), lambda p, x, apply=apply: apply(p, x).square().mean()
         plan = sl.explain(f, params, x, tx=tx)
         step = sl.value_and_grad(f, into=None if stage == 3 else tx)  # type: ignore[call-overload]
-        with Live() as live, sl.trace() as t:
-            step(params, x)
+        t, most, _ = second_step(tx, step, params, x)
         beside = plan.peak - plan.transient
         alike = (plan.bytes, plan.messages) == (t.bytes, t.messages)
-        found.append((alike, (beside + live.peak) / plan.peak))
+        found.append((alike, (beside + most) / plan.peak))
     return found
 
 
 def test_parameters_that_are_split_over_zeros_axes_are_explained_as_counted(pool: Any) -> None:
-    for found in pool.run(first_steps_of_own_parts, data=2, x=2):
+    for found in pool.run(steps_of_own_parts, data=2, x=2):
         assert all(alike and abs(share - 1) < 0.01 for alike, share in found), found
 
 
@@ -386,14 +399,11 @@ def parts_of_stage_3(policy: str, keep: bool) -> tuple[Any, Any, float]:
     parts, f = tx.shard(params), lambda p, x: apply(p, x).square().mean()
     rows = sl.shard(x, "data .")
     plan, step = sl.explain(f, parts, rows, tx=tx), sl.value_and_grad(f)
-    with Live() as live:
-        step(parts, rows)
-    with sl.trace() as t:
-        step(parts, rows)
+    t, most, _ = second_step(tx, step, tx.shard(params), rows)
     said = plan.forward.bytes + plan.backward.bytes, plan.forward.messages + plan.backward.messages
     with pytest.raises(sl.ShardError, match="cut for one mesh"):
         sl.explain(f, parts, x, mesh={"data": 8}, tx=tx)
-    return said, (t.bytes, t.messages), live.peak / plan.transient
+    return said, (t.bytes, t.messages), most / plan.transient
 
 
 @pytest.mark.parametrize("keep", [False, True])
