@@ -2,9 +2,11 @@
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -189,7 +191,7 @@ def room(module: str) -> int:
 def imports(module: str) -> set[str]:
     """Modules of shardlib that one of them imports, also inside functions."""
     found = set()
-    for target, _ in imported(module, parse(module)):
+    for target, _ in source(module).imports:
         if target.split(".")[0] == "shardlib":
             while target not in MODULES:  # a name out of a module
                 target = target.rpartition(".")[0]
@@ -197,9 +199,9 @@ def imports(module: str) -> set[str]:
     return found
 
 
-def imported(module: str, tree: ast.AST) -> Iterator[tuple[str, str]]:
-    """(dotted target, name it is bound to) of every import in a tree, relative ones resolved."""
-    for node in ast.walk(tree):
+def imported(module: str, nodes: Iterable[ast.AST]) -> Iterator[tuple[str, str]]:
+    """(dotted target, name it is bound to) of every import among nodes, relative ones resolved."""
+    for node in nodes:
         if isinstance(node, ast.Import):
             for a in node.names:
                 yield a.name, a.asname or a.name.split(".")[0]
@@ -216,20 +218,42 @@ def imported(module: str, tree: ast.AST) -> Iterator[tuple[str, str]]:
                 yield f"{base}.{a.name}", a.asname or a.name
 
 
-def parse(module: str) -> ast.Module:
-    return ast.parse(MODULES[module].read_text())
+class Source(NamedTuple):
+    """What the laws below ask of a module, of which one tree is made and gone through once."""
+
+    imports: list[tuple[str, str]]
+    at_import: list[tuple[str, str]]
+    """Those outside functions."""
+    private: list[str]
+    kinds: list[str]
+    cuda: bool
 
 
-def private_torch(module: str, tree: ast.Module) -> list[str]:
+@cache
+def source(module: str) -> Source:
+    nodes = parsed(MODULES[module].read_text())
+    found = list(imported(module, nodes))
+    private, kinds, cuda = private_torch(module, nodes), kinds_asked(nodes), cuda_named(nodes)
+    for scope in nodes:
+        if isinstance(scope, ast.FunctionDef):
+            scope.body = []
+    return Source(found, list(imported(module, ast.walk(nodes[0]))), private, kinds, cuda)
+
+
+def parsed(text: str) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(text)))
+
+
+def private_torch(module: str, nodes: list[ast.AST]) -> list[str]:
     """Dotted names below torch with a private part, through
     whatever alias, and DTensor's own attributes.
     """
     found, bound = [], {"torch": "torch"}
-    for target, name in imported(module, tree):
+    for target, name in imported(module, nodes):
         if target.split(".")[0] == "torch":
             found.append(target)
             bound[name] = "torch" if name == "torch" else target
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Attribute):
             if node.attr in DTENSORS_OWN:
                 found.append(f"torch.{node.attr}")
@@ -265,11 +289,11 @@ def test_every_room_exists() -> None:
 
 @pytest.mark.parametrize("module", BELOW)
 def test_private_torch_is_in_one_file(module: str) -> None:
-    assert module == "shardlib._compat" or private_torch(module, parse(module)) == []
+    assert module == "shardlib._compat" or source(module).private == []
 
 
 @pytest.mark.parametrize(
-    "source",
+    "text",
     [
         "from torch.distributed._functional_collectives import all_reduce",
         "import torch.distributed._tensor",
@@ -280,25 +304,21 @@ def test_private_torch_is_in_one_file(module: str) -> None:
         "def f(t):\n    return t._local_tensor",
     ],
 )
-def test_private_torch_is_seen(source: str) -> None:
-    assert private_torch("shardlib.tensor", ast.parse(source))
+def test_private_torch_is_seen(text: str) -> None:
+    assert private_torch("shardlib.tensor", parsed(text))
 
 
 @pytest.mark.parametrize("module", BELOW)
 def test_optional_packages_are_imported_in_functions_only(module: str) -> None:
-    tree = parse(module)
-    for scope in ast.walk(tree):
-        if isinstance(scope, ast.FunctionDef):
-            scope.body = []
-    assert not {t for t, _ in imported(module, tree) if t.split(".")[0] in OPTIONAL}
+    assert not {t for t, _ in source(module).at_import if t.split(".")[0] in OPTIONAL}
 
 
-def kinds_asked(tree: ast.AST) -> list[str]:
+def kinds_asked(nodes: list[ast.AST]) -> list[str]:
     """List where code asks what kind a mesh is: ``mesh.kind``, a comparison with a kind's name or of
     its ``device_mesh``, a mesh made of a kind by name, a back end by name.
     """
     found = []
-    for node in ast.walk(tree):
+    for node in nodes:
         if (
             isinstance(node, ast.Attribute)
             and node.attr == "kind"
@@ -333,11 +353,11 @@ def test_nobody_asks_what_kind_a_mesh_is(module: str) -> None:
     """But those who make meshes and back ends: others ask ``lead``,
     ``played``, ``storage``, ``holds_values``.
     """
-    assert kinds_asked(parse(module)) == []
+    assert source(module).kinds == []
 
 
 @pytest.mark.parametrize(
-    "source",
+    "text",
     [
         "def f(x):\n    return x.mesh.kind != 'x'",
         "if m.kind: pass",
@@ -347,8 +367,8 @@ def test_nobody_asks_what_kind_a_mesh_is(module: str) -> None:
         "from shardlib.collectives.backends import dist",
     ],
 )
-def test_a_question_for_the_kind_is_seen(source: str) -> None:
-    assert kinds_asked(ast.parse(source))
+def test_a_question_for_the_kind_is_seen(text: str) -> None:
+    assert kinds_asked(parsed(text))
 
 
 CUDA_ALONE = {  # where CUDA is meant, and no other accelerator
@@ -359,9 +379,9 @@ CUDA_ALONE = {  # where CUDA is meant, and no other accelerator
 }
 
 
-def cuda_named(tree: ast.AST) -> bool:
+def cuda_named(nodes: list[ast.AST]) -> bool:
     """Say whether code names CUDA: ``torch.cuda``, ``x.is_cuda``, "cuda", "cuda:0"."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Attribute) and node.attr in ("cuda", "is_cuda"):
             return True
         if isinstance(node, ast.Constant) and re.match(r"cuda(:|$)|nccl$", str(node.value)):
@@ -371,17 +391,17 @@ def cuda_named(tree: ast.AST) -> bool:
 
 def test_no_device_is_named_but_where_it_alone_is_meant() -> None:
     named = set()
-    for file in PACKAGE.rglob("*.py"):
+    for module, file in MODULES.items():
         name = file.relative_to(PACKAGE).as_posix()
         mine = not name.startswith(("kernels/", "collectives/backends/"))  # CUDA's, and NCCL's
-        if mine and cuda_named(ast.parse(file.read_text())):
+        if mine and source(module).cuda:
             named.add(name)
     assert named == set(CUDA_ALONE)
 
 
-@pytest.mark.parametrize("source", ["torch.cuda.synchronize()", "x.is_cuda", "f('cuda:1')"])
-def test_a_device_that_is_named_is_seen(source: str) -> None:
-    assert cuda_named(ast.parse(source))
+@pytest.mark.parametrize("text", ["torch.cuda.synchronize()", "x.is_cuda", "f('cuda:1')"])
+def test_a_device_that_is_named_is_seen(text: str) -> None:
+    assert cuda_named(parsed(text))
 
 
 def test_no_module_is_called_utils() -> None:
