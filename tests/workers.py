@@ -66,7 +66,7 @@ def start_forked(
     one, and what such a thread holds at a fork is held for ever in the new process.
     """
     if forks("cpu"):
-        mp.get_context("forkserver").set_forkserver_preload(_PRELOAD)
+        mp.get_context("forkserver").set_forkserver_preload([*_PRELOAD, "tests.frozen"])
         # the server's environment is that of when it began
         inside = dict(os.environ), fn, given
         return start_processes(_in_environment, inside, start_method="forkserver", **how)
@@ -117,7 +117,7 @@ class Pool:
         context = mp.get_context("fork" if forks(device) else "forkserver")
         # nothing on the CPU may find another device registered
         also = [] if device == "cpu" else ["tests.accelerator.pretend"]
-        context.set_forkserver_preload([*_PRELOAD, *also])
+        context.set_forkserver_preload([*_PRELOAD, *also, "tests.frozen"])
         if forks(device):
             for name in _PRELOAD:
                 if name.partition(".")[0] in sys.modules:  # transformers: where a test asks for it
