@@ -9,19 +9,25 @@ that takes too long has its stacks dumped.  After either the pool is started ane
 
 Tasks and answers are pickled here: a Connection's own pickler puts tensors in shared memory, which
 outlives a killed process.
+
+Between tasks the processes are stopped: a thread of gloo wakes every 10 ms, and those of all pools
+took a tenth of a core from the tests.
 """
 
+import ctypes
 import faulthandler
 import gc
 import importlib
 import multiprocessing as mp
 import os
 import pickle
+import signal
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -81,14 +87,37 @@ def _in_environment(
     fn(rank, *given)
 
 
+def share_loop() -> None:
+    """Put all of this process's groups on one device of gloo, whose thread wakes every 10 ms.
+
+    By itself torch makes a device for each group, and each mesh of a pool stays.
+    """
+    make = dist.ProcessGroupGloo.__init__
+    device = dist.ProcessGroupGloo.create_default_device()
+
+    def on_device(
+        group: Any, store: dist.Store, rank: int, size: int, timeout: timedelta | None = None
+    ) -> None:
+        options = dist.ProcessGroupGloo._Options()
+        options._devices = [device]
+        if timeout is not None:
+            options._timeout = timeout
+        make(group, store, rank, size, options)
+
+    dist.ProcessGroupGloo.__init__ = on_device
+
+
 def _serve(rank: int, world: int, folder: str, pipe: Connection, device: str) -> None:
     faulthandler.enable()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # at its parent's death: nobody wakes it then
     # what was forked stays: threads that a store's or a group's destructor joins are not in here
     gc.freeze()
     torch.set_num_threads(1)
     if device != "cpu":
         importlib.import_module("tests.accelerator.pretend").default()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    share_loop()
     store = dist.FileStore(os.path.join(folder, "store"), world)
     backend = dist.get_default_backend_for_device(device)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world)
@@ -136,11 +165,16 @@ class Pool:
             self.pipes.append(ours)
             self.processes.append(process)
 
+    def _send(self, number: signal.Signals) -> None:
+        for process in self.processes:
+            os.kill(process.pid, number)
+
     def run(
         self, fn: Callable[..., Any], *args: Any, seconds: float = 60.0, **axes: int
     ) -> list[Any]:
         seconds *= 1 if torch.get_default_device().type == "cpu" else 3  # whose kernels are slow
         task = pickle.dumps((fn, args, axes, seconds))
+        self._send(signal.SIGCONT)
         for pipe in self.pipes:
             pipe.send_bytes(task)
         answers: dict[int, Any] = {}
@@ -166,6 +200,7 @@ class Pool:
                     self._start()
                     raise WorkerError(f"rank {rank}:\n{value}")
                 answers[rank] = value
+        self._send(signal.SIGSTOP)
         return [answers[rank] for rank in range(self.world)]
 
     def close(self) -> None:
