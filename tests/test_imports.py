@@ -122,6 +122,7 @@ ORDER = [  # each may import from those before it
     "planning.device",
     "planning.cluster",
     "planning.explanation",
+    "planning.tier_use",
     "planning.explain",
     "planning.calls",
     "planning.parts",

@@ -320,6 +320,7 @@ class ChunkReading(Reading):
     def __init__(self, params: Parts, cache: ChunkCache) -> None:
         self.cache = cache
         super().__init__(params)
+        self.room.activations.begin()
 
     def values(self) -> dict[str, ShardedTensor]:
         """Map each path to a value without a block; one that is cut has the values of its tiles."""

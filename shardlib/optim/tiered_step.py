@@ -132,14 +132,17 @@ class TieredParameters(SplitParameters):
                 found, asks, index, cache = self._cut_for(params, most)
                 cache.whole = whole
         cache.divide()
-        if self.tiers.disk is not None and holds_values(found.mesh):
+        if self.tiers.disk is not None:
             self._open_disk(cache, index, asks)
         for b in index:
             like = torch.empty(
                 storage_shape(found.mesh, b.part_length), dtype=b.dtype, device="meta"
             )
             write = partial(_write_part, index.subset((b.name,)), found)
-            cache.rows[b.name] = cache.store.make(b.name, like, "parameters", write)
+            # on paper nothing is in a tier
+            cache.rows[b.name] = TierRow(b.name, like, like)
+            if holds_values(found.mesh):
+                cache.rows[b.name] = cache.store.make(b.name, like, "parameters", write)
         return parts_in(cache, index, asks)
 
     def _cut_for(
@@ -150,7 +153,8 @@ class TieredParameters(SplitParameters):
         found, asks = self.placed(params)
         index = replace(found.where, buckets=_cut(found.where, found.mesh))
         how = self.tiers.movers(found.mesh.device), self.tiers.depth, self.tiers.update == "device"
-        cache = ChunkCache(index, found.mesh, self.tiers.ledger, *how)
+        tiers = self.tiers if holds_values(found.mesh) else replace(self.tiers)
+        cache = ChunkCache(index, found.mesh, tiers.ledger, *how)
         if cache.here:
             self._count_updates(cache, index, asks)
         return found, asks, index, cache
@@ -183,8 +187,9 @@ class TieredParameters(SplitParameters):
             coord, sizes = cache.mesh.coord or {}, cache.mesh.axes
             how |= {"rank": rank_along(sizes, coord, sizes), "ranks": math.prod(sizes.values())}
         path: Any = self.tiers.disk
-        beside = gradients, self.tiers.left_over
-        cache.store.open(rows, *beside, os.fspath(path), self.tiers.durable, how)
+        parts = cache.store.divide(rows, gradients, self.tiers.left_over, self.tiers.durable)
+        if holds_values(cache.mesh):
+            cache.store.open(parts, os.fspath(path), how)
         if cache.store.away:
             most = max(r.nbytes for r in rows.values())
             cache.activations.beside = cache.store.buffers + most + on_their_way(gradients.values())

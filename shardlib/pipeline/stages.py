@@ -344,10 +344,10 @@ class Pipeline:
 
     def explained(
         self, f: Callable[..., Any], batch: MicroBatches, cluster: Cluster,
-        tx: Transform | None, parts: bool,
+        tx: Transform | None, params: Any,
     ) -> PipelineExplanation:  # fmt: skip
         """Explain a step, see ``StepPrices``."""
-        prices = StepPrices(self, f, batch, cluster, tx, parts)
+        prices = StepPrices(self, f, batch, cluster, tx, params)
         return prices.explained(self._table(batch.count), self.cuts_for(f, batch))
 
     def forward(self, params: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -377,7 +377,7 @@ def _schedules(
 ) -> Why:  # fmt: skip
     """List the cost of a step of a module in stages under every schedule, for ``sl.why``."""
     pipeline, batch = call_of_stages(loss, params, inputs, microbatches, "why")
-    prices = StepPrices(pipeline, loss, batch, cluster_of(cluster), tx, hasattr(params, "opened"))
+    prices = StepPrices(pipeline, loss, batch, cluster_of(cluster), tx, params)
     memory = prices.cluster.memory
     own, count = pipeline.stages, len(pipeline.ranks)
     size = pipeline.mesh.axes[own.axis]

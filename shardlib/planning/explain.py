@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
 import optree
@@ -18,7 +17,6 @@ from torch import Tensor
 
 from shardlib.collectives import Event, Trace, trace
 from shardlib.cost import lower_bound
-from shardlib.dtypes import wider
 from shardlib.errors import ShardError, Unsupported, user_line
 from shardlib.grad import (
     GradientSums,
@@ -36,26 +34,20 @@ from shardlib.modules.paths import Paths
 from shardlib.ops.matmul.prefetch import planned
 from shardlib.ops.registry import Match
 from shardlib.opspec import Args, Func, Kwargs
-from shardlib.optim.buckets import Buckets, pytree_node
-from shardlib.optim.chunk_cache import ChunkCache, part_bytes
+from shardlib.optim.buckets import Buckets
 from shardlib.optim.sink import Sink
-from shardlib.optim.stage3 import BucketReading, Parts, Reading
-from shardlib.optim.tiered import ChunkReading, TieredParts
+from shardlib.optim.stage3 import Parts
+from shardlib.optim.tiered import TieredParts
 from shardlib.optim.transform import Step, Transform, run_in_place
 from shardlib.placing import padded_size
 from shardlib.planning.cluster import Cluster, cluster_of
 from shardlib.planning.constant_folding import Known
-from shardlib.planning.explanation import Explanation, Row, TierUse
+from shardlib.planning.explanation import Explanation, Row
+from shardlib.planning.tier_use import Note, PaperParts, TierReplay
 from shardlib.planning.work import Meter, StepWork
 from shardlib.tensor import ShardedTensor, Together, raw_of, settle, typeof
-from shardlib.tiers.activations import HostActivations
-from shardlib.tiers.ledger import Ledger
-from shardlib.tiers.schedule import Uses
-from shardlib.tiers.schedule import loads as scheduled_loads
-from shardlib.tiers.timeline import backward_uses, step_seconds
 
 T = TypeVar("T")
-PAPER = torch.device("meta")
 Inputs = Tensor | Sequence[object] | Mapping[str, object]
 
 
@@ -106,8 +98,7 @@ def explain(
     check_parts(microbatches)
     if staged_mesh(params) is not None:
         pipeline, batch = call_of_stages(apply, params, inputs, microbatches or 1)
-        parts = hasattr(params, "opened")
-        return pipeline.explained(apply, batch, cluster_of(cluster), tx, parts)
+        return pipeline.explained(apply, batch, cluster_of(cluster), tx, params)
     if mesh is None:
         mesh = own
     sizes = dict(axis_sizes(mesh))
@@ -139,12 +130,6 @@ def call_of_stages(
         why = "the parameters are not those of a module in stages, which has micro-batches"
         fix = 'apply, params = sl.parallelize(model, rules, stages=sl.Stages("pipe"))'
         raise ShardError(why, op=op, fix=fix)
-    if isinstance(params, TieredParts):
-        why = (
-            "what a step in stages loads is not known on paper; this is one in the device's memory"
-        )
-        fix = "params = sl.optim.zero(tx, 'data', stage=3).shard(whole)"
-        raise Unsupported(why, op=op, mesh=stage, fix=fix)
     batch = MicroBatches(*called_with(inputs), count, stage=stage)
     return pipeline_of(f, params, batch), batch
 
@@ -174,23 +159,22 @@ def _refused(
 class _Call(NamedTuple):
     """The call to explain; ``make`` opens the mesh that it is planned for.
 
-    ``order``   the chunks of parameters in memory tiers, as they are used.
-    ``rounds``  how many of them each micro-batch uses.
+    ``notes``   what happens to parameters in memory tiers; ``rounds`` the same of each micro-batch.
     """
 
     apply: Callable[..., Any]
     params: object
     inputs: tuple[Args, Kwargs]
     make: Callable[[], Mesh]
-    order: list[str]
-    rounds: list[int]
+    notes: list[Note]
+    rounds: list[list[Note]]
 
     @contextmanager
     def opened(self) -> Iterator[tuple[Mesh, object, Callable[[], object]]]:
         """Open the mesh; yield it, the parameters on it, and the call of forward with these."""
-        self.order.clear()
+        self.notes.clear()
         with self.make() as paper, Known():
-            params, (args, kwargs) = _papers((self.params, self.inputs), paper, self.order)
+            params, (args, kwargs) = papers((self.params, self.inputs), paper, self.notes)
             yield paper, params, lambda: self.apply(params, *args, **kwargs)
 
     def rehearse(self) -> None:
@@ -225,8 +209,7 @@ class _Call(NamedTuple):
                     del out
                 work.add(t.events)
                 most = _steady(live, tx, params, grads, state) if backward else live.peak
-            work.move(*_moved(params))
-        self.rounds.append(len(self.order))
+        self.rounds.append(self.notes)
         return Explanation(
             watch.rows, dict(paper.axes), bytes_of(params), most, bytes_of(state), saved, work=work
         )
@@ -234,7 +217,7 @@ class _Call(NamedTuple):
     def accumulated(self, count: int, tx: Transform | None, paths: Paths) -> Explanation:
         """Explain a step of so many micro-batches: the first, one for all between, and the last."""
         with self.opened() as (paper, params, _), trace() as t:
-            args, kwargs = _papers(self.inputs, paper, self.order)
+            args, kwargs = papers(self.inputs, paper, self.notes)
             watch = CallRecorder(t, paper.size, True, paths)
             state = None if tx is None else tx.init(params)
             sink = None if tx is None else sink_of(tx, params)
@@ -252,20 +235,16 @@ class _Call(NamedTuple):
                 batch = MicroBatches(args, kwargs, count)
                 for k in sorted({0, min(1, count - 1), count - 1}):
                     live.work, events, rows = StepWork(), len(t.events), len(watch.rows)
-                    begun = len(self.order)
-                    before = _moved(params)
+                    begun = len(self.notes)
                     accumulate(loss, batch, k, sums)
                     if k == count - 1:
                         grads = watch.counted(sums.finish)
                     watch.turn(None)
                     live.work.add(t.events[events:])
-                    live.work.move(*(a - b for a, b in zip(_moved(params), before, strict=True)))
                     times = count - 2 if 0 < k < count - 1 else 1
                     work.join(live.work, times)
                     watch.rows += watch.rows[rows:] * (times - 1)
-                    used = self.order[begun:]
-                    self.order.extend(used * (times - 1))
-                    self.rounds.extend([len(used)] * times)
+                    self.rounds.extend([self.notes[begun:]] * times)
                 watch.close()
                 del sums
                 most = _steady(live, tx, params, grads, state)
@@ -285,7 +264,7 @@ def _steady(live: Meter, tx: Transform | None, params: Any, grads: Any, state: A
 
     ``grads``  as the step gives them, or a list for parts of buckets.
     """
-    if tx is None or isinstance(params, _PaperParts):
+    if tx is None or isinstance(params, PaperParts):
         return live.peak
     if isinstance(params, Parts) and isinstance(grads, list):
         names = {id(x): n for n, x in params.items()}
@@ -307,38 +286,6 @@ def updated(live: Meter, tx: Transform, params: Any, grads: Buckets, state: Any)
         run_in_place(tx, grads, state, params, Step())
 
 
-def _moved(params: Any) -> tuple[int, int]:
-    """Return the bytes that parameters in tiers had saved in host memory, and fetched, so far."""
-    if not isinstance(params, Parts) or not params.index.room.activations:
-        return 0, 0
-    activations = params.index.room.activations
-    return activations.saved, activations.fetched
-
-
-@pytree_node
-class _PaperParts(Parts):
-    """Parameters in memory tiers, on paper: nothing is loaded, and what would be is recorded."""
-
-    def _new_reading(self) -> Reading:
-        return _PaperReading(self, *self.index.room.paper)
-
-
-class _PaperReading(ChunkReading):
-    """A reading on paper, which lists the chunks that one of memory tiers loads."""
-
-    def __init__(self, params: Parts, cache: ChunkCache, order: list[str]) -> None:
-        super().__init__(params, cache)
-        self.order = order
-        for name, one in self.buckets.items():
-            one.block = cache.block_of[cache.chunk_of[name]]
-
-    def _part(self, one: BucketReading) -> Tensor:
-        chunk = self.cache.chunk_of[one.bucket.name]
-        if self.order[-1:] != [chunk]:
-            self.order.append(chunk)
-        return super()._part(one)
-
-
 def _in_tiers(
     found: Explanation, params: TieredParts, call: _Call, cluster: Cluster, count: int | None
 ) -> Explanation:
@@ -346,82 +293,21 @@ def _in_tiers(
 
     ``count``  of micro-batches, each of which reads all blocks, and sends gradients that are added up.
     """
-    cache, times = params.cache, count or 1
-    uses = Uses(call.order, cache.uses.stale)
-    how = uses, cache.sizes, cache.most, cache.depth
-    room = min(cache.most, sum(cache.sizes.values()))
-    loads = scheduled_loads(*how) or []
-    loaded, gradients = (sum(cache.sizes[c] for c in some) for some in (loads, cache.trained))
-    moved = int(found.work.saved), int(found.work.fetched)
-    host = {"parameters": found.parameters, "gradients": gradients, "state": found.state}
-    held = gradients
-    if count is not None:
-        sums, arriving = _sums(cache, count)
-        host["gradients"] = sums + arriving
-        held = sums + gradients * bool(arriving)
-    if kept := moved[0] // times:
-        host["activations"] = kept
-    # on the device each takes state and a gradient, and sends state and parameters back
-    updates = {c: cache.sizes[c] + cache.state_bytes[c] for c in cache.trained if cache.here}
-    sent = times * gradients + moved[0] + sum(updates.values())
-    loaded += moved[1] + sum(updates.values())
-    store, disk = cache.store, 0
-    for key, row in store.sizes.items():
-        host[row.kind] -= row.nbytes * (key in store.away)
-        disk += row.nbytes * (2 * store.durable or key in store.away)
-    if store.buffers:
-        host["buffers"] = store.buffers
-    rates = cluster.rates(found.mesh)
-    computing = rates.seconds(found.work)
-    by_use = _by_use(uses, cache.sizes, call.rounds, computing)
-    use = TierUse(
-        room, host, len(cache.sizes), len(loads), loaded, sent, computing,
-        max(loaded, sent) / cluster.host,
-        step_seconds(*how, by_use, cluster.host, *moved, call.rounds, cache.trained, updates),
-        _largest(params, sum(host.values())), disk, *store.traffic(cache.trained, loads, cache.here),
-    )  # fmt: skip
-    # on paper the gradients stayed on the device
+    cache, computing = params.cache, cluster.rates(found.mesh).seconds(found.work)
+    replay = TierReplay(cache, count is not None)
+    for notes in call.rounds:
+        replay.run(notes, computing / len(call.rounds))
+    use = replay.use(params.index, found.state, cluster)
+    # on paper the gradients, or their sums, stayed on the device
+    held = sum(cache.sizes[c] for c in cache.trained) if count is None else cache.sums
     left = max(found.transient - held, found.saved)
-    return replace(found, parameters=room, transient=left, state=0, tiers=use)
+    return replace(found, parameters=use.device, transient=left, state=0, tiers=use)
 
 
-def _sums(cache: ChunkCache, count: int) -> tuple[int, int]:
-    """Count the bytes of the host for sums of gradients, and for those that are added to them.
-
-    Sums of half precision are in fp32, and rounded at the end; of others, the first gradient is the
-    sum.  A gradient is added when the next one comes, in buffers that are reused by those of its size.
-    """
-    some = [b for c, each in cache.chunks.items() if c in cache.trained for b in each]
-    half = sum(part_bytes(b) for b in some if wider(b.dtype) != b.dtype)
-    added = [b for b in some if wider(b.dtype) == b.dtype and count > 1]
-    buffers = set(map(part_bytes, added))
-    # one that is summed over ranks comes later
-    pairs = ((part_bytes(a), part_bytes(b)) for a, b in pairwise(added) if not b.hops)
-    return cache.sums, half + sum(buffers) + sum({m for m, n in pairs if m == n})
-
-
-def _by_use(
-    uses: Uses, sizes: Mapping[str, int], rounds: Sequence[int], seconds: float
-) -> list[float]:
-    """Split the seconds of a step over its uses by bytes; those of backward count twice."""
-    ends = backward_uses(uses.order, rounds)
-    shares = [sizes[c] * (1 + (at in ends)) for at, c in enumerate(uses.order)]
-    return [seconds * share / sum(shares) for share in shares]
-
-
-def _largest(params: TieredParts, held: int) -> int | None:
-    """Count the parameters of the most such blocks whose rows the host's budget holds."""
-    budget, items = params.cache.ledger.budget["host"], params.index.items
-    if budget is None:
-        return None
-    numbers = {items[i].value: math.prod(items[i].whole) for i in params.index.where}
-    return sum(numbers.values()) * budget // held
-
-
-def _papers(tree: Any, paper: Mesh, order: list[str]) -> Any:
+def papers(tree: Any, paper: Mesh, notes: list[Note]) -> Any:
     """Return a tree with its tensors on the meta device, placed on another mesh.
 
-    ``order``  what the chunks of parameters in tiers are added to as they are used.
+    ``notes``  to which is added what happens to parameters in tiers.
     """
 
     def one(x: object) -> object:
@@ -432,12 +318,10 @@ def _papers(tree: Any, paper: Mesh, order: list[str]) -> Any:
             fix = "sl.explain(apply, params, inputs, tx=tx)"
             raise Unsupported(why, op="explain", mesh=x.mesh, fix=fix)
         # an index of its own has no memory yet, as that of a first step
-        index, kind = replace(x.index), type(x)
+        index, values = replace(x.index), {n: on_paper(v, paper) for n, v in x.items()}
         if isinstance(x, TieredParts):
-            kind = _PaperParts
-            index.room.paper = x.cache, order
-            index.room.activations = HostActivations(Ledger(device=None, host=None), PAPER, 1)
-        return kind({n: on_paper(v, paper) for n, v in x.items()}, index, paper)
+            return PaperParts.of(values, index, paper, x.cache, notes)
+        return type(x)(values, index, paper)
 
     buckets = lambda x: isinstance(x, Buckets)  # noqa: E731
     return optree.tree_map(one, tree, is_leaf=buckets, none_is_leaf=True)

@@ -286,6 +286,8 @@ class PlaceCost:
     ``gradients``  the sums of the micro-batches.
     ``transient``  the most on top of parameters, state and gradients, of all in flight.
     ``finish``     what is moved after the last micro-batch, and its ``seconds``.
+    ``tiers``      what its memory tiers hold and move; ``parameters`` are then those on the device,
+                   and gradients and state are in host memory.
     """
 
     parameters: int
@@ -294,6 +296,7 @@ class PlaceCost:
     transient: int
     finish: Trace
     seconds: float
+    tiers: TierUse | None = None
 
     @property
     def peak(self) -> int:
@@ -310,7 +313,8 @@ class PipelineExplanation(Explanation):
     ``schedule``  the table of actions; ``line`` when each of them runs, in seconds.
     ``sent``      the messages between stages in a step, as ``sl.trace`` counts them.
 
-    ``parameters``, ``state`` and ``transient`` are those of the place that holds most.
+    ``parameters``, ``state`` and ``transient`` are those of the place that holds most.  ``tiers`` are
+    those of this process: of its place, or of all that are simulated in one budget.
     """
 
     stages: Sequence[StageCost] = ()
@@ -368,7 +372,9 @@ class PipelineExplanation(Explanation):
             for s in self.stages
         ]
         places = [
-            vars(p) | {"finish": _plain(p.finish.bytes), "peak": p.peak, "in_flight": held}
+            vars(p)
+            | {"finish": _plain(p.finish.bytes), "peak": p.peak, "in_flight": held}
+            | {"tiers": p.tiers and {**vars(p.tiers), "host": dict(p.tiers.host)}}
             for p, held in zip(self.places, self.schedule.held, strict=True)
         ]
         return super().json() | {
@@ -400,6 +406,7 @@ class PipelineExplanation(Explanation):
             parts = ("parameters", "gradients", "state", "transient")
             held = ", ".join(f"{part} {size(getattr(place, part))}" for part in parts)
             lines.append(f"place {i}   {size(place.peak)} at the most: {held}; in flight {flying}")
+            lines += [f"    {line}" for line in str(place.tiers or "").splitlines()]
         lines.append(f"sent      {size(self.sent.bytes)} in {self.sent.messages} messages a step")
         lines.append("a micro-batch, per rank")
         for rows in self.kinds(by):

@@ -39,15 +39,12 @@ class StepWork:
     ``along``    axes -> (bytes, messages) that it receives.
     ``kernels``  operations of products and of attention, and bytes that these read and write.
     ``touched``  bytes that all operators read and write; ``calls`` how many operators run.
-    ``saved``    bytes that memory tiers copy to the host for backward; ``fetched`` those back.
     """
 
     along: dict[str, tuple[float, float]] = field(default_factory=dict)
     kernels: dict[KernelClass, tuple[float, float]] = field(default_factory=dict)
     touched: float = 0.0
     calls: float = 0
-    saved: float = 0
-    fetched: float = 0
 
     @property
     def flops(self) -> float:
@@ -70,11 +67,6 @@ class StepWork:
         had = self.along.get(at, (0.0, 0.0))
         self.along[at] = had[0] + nbytes, had[1] + messages
 
-    def move(self, saved: float, fetched: float) -> None:
-        """Add bytes that memory tiers save in host memory for backward, and fetch."""
-        self.saved += saved
-        self.fetched += fetched
-
     def join(self, other: "StepWork", times: float = 1) -> None:
         """Add the work of a part that runs so many times, or as a share of ranks."""
         for axes, (nbytes, messages) in other.along.items():
@@ -83,8 +75,6 @@ class StepWork:
             self.compute(kernel, times * flops, times * touched)
         self.touched += times * other.touched
         self.calls += times * other.calls
-        self.saved += times * other.saved
-        self.fetched += times * other.fetched
 
 
 KernelRates = Mapping[str, Mapping[int, float]]

@@ -60,12 +60,20 @@ class HostActivations:
         one = SavedActivation(self, x, self.last)
         self.last = weakref.ref(one)
         self.saved += one.nbytes
+        self.note("save", one)
         if not x.is_meta:
             self._send(one, x)
         self.leaving.append(one)
         if len(self.leaving) > UNDER_WAY:
             self.leaving.pop(0).leave()
         return one
+
+    def begin(self) -> None:
+        """Begin a reading: what it saves is not fetched with what another one has saved."""
+        self.last = lambda: None
+
+    def note(self, kind: str, one: "SavedActivation") -> None:
+        """Hear that a tensor is saved, fetched or used, on paper."""
 
     def _send(self, one: "SavedActivation", x: Tensor) -> None:
         with suppress(ShardError):
@@ -149,6 +157,7 @@ class SavedActivation:
 
     def fetch(self) -> None:
         """Post the copy to the device, where it is not there."""
+        self.of.note("fetch", self)
         if self.near is not None or self.copy is not None:
             return
         of, like = self.of, self.like
@@ -172,6 +181,7 @@ class SavedActivation:
         if one is not None and self.nbytes_left() >= one.nbytes:
             one.fetch()
             self.of.ahead = self.before
+        self.of.note("back", self)
         near, copy, self.near, self.copy = self.near, self.copy, None, None
         if near is not None:
             return near.back()

@@ -132,24 +132,29 @@ class RowStore:
         # of the last commit; not its ticket, whose error refers to all that it passed through
         self.ends: list[threading.Event] = []
 
-    def open(
-        self, rows: Mapping[str, RowSize], gradients: Mapping[str, int], activations: int, path: str,
-        durable: bool, how: Any,
-    ) -> None:  # fmt: skip
-        """Divide the host's budget between the rows, and open the disk for the others.
+    def divide(
+        self, rows: Mapping[str, RowSize], gradients: Mapping[str, int], activations: int, durable: bool
+    ) -> tuple[int, ...]:  # fmt: skip
+        """Divide the host's budget between the rows: return the bytes of the buffers of each kind.
 
-        Raises: ShardError for a budget below the least, and as ``DiskRows``.
+        Raises: ShardError for a budget below the least.
         """
         longest = max((r.nbytes for r in rows.values()), default=0)
         ring = ring_for(longest * self.shares)
         beside = gradients, ring // self.shares, activations
         self.away, *parts = divided(rows, self.ledger.left("host"), *beside)
         self.sizes, self.durable = rows, durable
-        kept = {k: r for k, r in rows.items() if durable or k in self.away}
+        if durable or self.away:
+            self.buffers = ring // self.shares + sum(parts)
+        return ring, *parts
+
+    def open(self, buffers: Sequence[int], path: str, how: Any) -> None:
+        """Open the disk for the rows that lie there, as ``divide`` has found.  Raises: as ``DiskRows``."""
+        (ring, *parts), durable = buffers, self.durable
+        kept = {k: r for k, r in self.sizes.items() if durable or k in self.away}
         if not kept:
             return
         sizes = {k: r.nbytes * self.shares for k, r in kept.items()}
-        self.buffers = ring // self.shares + sum(parts)
         ours = [
             ("host", "buffers", self.buffers),
             *(("disk", r.kind, r.nbytes * (1 + durable)) for r in kept.values()),

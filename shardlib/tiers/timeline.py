@@ -12,7 +12,7 @@ from shardlib.tiers.schedule import Uses, repeated
 
 def step_seconds(
     uses: Uses, sizes: Mapping[str, int], room: int, depth: int, computing: Sequence[float],
-    rate: float, saved: float = 0.0, fetched: float = 0.0, rounds: Sequence[int] = (),
+    rate: float, saved: float = 0.0, fetched: float = 0.0, last: Collection[int] = (),
     trained: Collection[str] | None = None, updates: Mapping[str, int] | None = None,
 ) -> float:  # fmt: skip
     """Return the seconds of a step that repeats.
@@ -20,7 +20,7 @@ def step_seconds(
     ``computing``  seconds of each use.
     ``rate``       bytes a second of each link.
     ``saved``      bytes that forward sends to the host; ``fetched``  those that backward gets back.
-    ``rounds``     the uses of each forward with its backward, of micro-batches; by default of one.
+    ``last``       the uses that are in backward; by default the last one of each chunk.
     ``trained``    chunks with gradients; None: those that the update makes stale.
     ``updates``    bytes each way of chunks that are updated on the device, at their first use.
 
@@ -28,7 +28,7 @@ def step_seconds(
     7.0
     """
     plan = repeated(uses, sizes, room, depth) or []
-    last = backward_uses(uses.order, rounds or [len(uses.order)])
+    last = set(last) or {*{chunk: at for at, chunk in enumerate(uses.order)}.values()}
     trained, updates = uses.stale if trained is None else trained, updates or {}
     first = {chunk: at for at, chunk in reversed(list(enumerate(uses.order)))}
     now, begun, ends = 0.0, 0.0, [0.0]
@@ -61,15 +61,3 @@ def step_seconds(
         now = max(now, down)
         ends.append(now)
     return ends[2] - ends[1]
-
-
-def backward_uses(order: Sequence[str], rounds: Sequence[int]) -> set[int]:
-    """Return the positions of each chunk's last use in each round: those of its backward.
-
-    >>> sorted(backward_uses("abba" * 2, [4, 4]))
-    [2, 3, 6, 7]
-    """
-    of = [i for i, n in enumerate(rounds) for _ in range(n)]
-    return set(
-        {(i, chunk): at for at, (i, chunk) in enumerate(zip(of, order, strict=True))}.values()
-    )

@@ -250,18 +250,6 @@ def test_real_stages_too(pool: Any) -> None:
     assert pool.run(staged_alike, "zbv", data=2, x=1, pipe=2) == [[]] * 4
 
 
-def test_an_explanation_of_stages_in_tiers_is_refused_by_name() -> None:
-    with sl.simulate(data=2, x=1, pipe=2):
-        how: Any = {"inputs": {"x": "data ."}, "stages": sl.Stages("pipe")}
-        apply, whole = sl.parallelize(Blocks(2), RULES, **how)
-        tx = o.zero(o.sgd(0.1), "data", 3, tiers=o.Tiers())
-        parts, x = tx.shard(whole), torch.empty(8, WIDE)
-        with pytest.raises(sl.errors.Unsupported, match="is not known on paper"):
-            sl.explain(apply, parts, x, tx=tx, microbatches=2)
-        tx = o.zero(o.sgd(0.1), "data", 3)
-        assert sl.explain(apply, tx.shard(whole), x, tx=tx, microbatches=2).peak > 0
-
-
 # ---------------------------------------------------------------- what it composes with
 
 
