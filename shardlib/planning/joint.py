@@ -205,9 +205,9 @@ class Study:
         """
         settings = self.settings(pipe)
         best = self.among(settings, known, less or {})
-        if self.asked.host is not None and pipe == 1 and not self.enough:
+        if self.asked.host is not None and not self.enough:
             # in host memory nothing is faster than what fits into any memory
-            settings += (tiered := self.settings(host=True))
+            settings += (tiered := self.settings(pipe, host=True))
             best = self.among(tiered, best, less or {})
         if best is None or best.peak > self.asked.room:
             # what a program thought to fit and be fast does not: slower ways were not looked at
@@ -285,7 +285,7 @@ class Study:
         """Return the seconds of the link to the host, at the least: 2 L - C of L parts, of which C stay."""
         if not holding.host:
             return 0.0
-        parts = sum(n * holding.loaded(c.way[0].choices()) for c, n in found.counts)
+        parts = sum(n * holding.loaded(c.way[0].choices()) for c, n in found.counts) / holding.pipe
         return holding.micros * max(parts, 2 * parts - self.asked.room) / self.cluster.host
 
     @property
@@ -318,8 +318,8 @@ class Study:
         """Return the way of least bytes, whatever its seconds; of those that fit, the fastest."""
         room, found = self.asked.room, []
         settings = self.settings(pipe)
-        if self.asked.host is not None and pipe == 1:
-            settings += self.settings(host=True)
+        if self.asked.host is not None:
+            settings += self.settings(pipe, host=True)
         for setting in settings:
             solution = solve(self.columns(setting.search), self.counts, room, least=True)
             if solution is not None:
@@ -447,7 +447,9 @@ class Study:
             else:
                 tx = asked.transform(how, tiers)
                 whole, late = run(params, tx=tx), update_work(sink_of(tx, params), holding.pipe)
+        held = [whole.tiers]
         if isinstance(whole, PipelineExplanation):
+            held = [place.tiers for place in whole.places]
             along, seconds = whole.along, whole.seconds + search.rates.seconds(late)
         else:
             work = replace(whole.work, along=dict(whole.work.along))
@@ -455,8 +457,8 @@ class Study:
             along, seconds = work.along, search.rates.seconds(work)
             if whole.tiers is not None:
                 seconds = whole.tiers.seconds
-                if asked.host is None or sum(whole.tiers.host.values()) > asked.host:
-                    return None
+        if any(t is not None and sum(t.host.values()) > (asked.host or 0) for t in held):
+            return None
         return Strategy(
             axes, rules, texts, remat, how, self.micros, seconds, whole.peak, along, whole,
             setting.recipe, tiers, self._largest(found), self._whole(found, search.table),
@@ -473,16 +475,19 @@ class Study:
         device = room
         for _ in range(ROUNDS):
             tiers: dict[str, Any] = {"device": device}
-            tx = self.asked.transform(how, tiers)
             try:
-                found = run(tx.shard(params), tx=tx)
+                tx = self.asked.transform(how, tiers)
+                parts = tx.shard(params)
+                found = run(parts, tx=tx)
             except ShardError as e:
-                if e.op != "tiers":
+                # that of a stage has it as its cause
+                if "tiers" not in (e.op, getattr(e.__cause__, "op", "")):
                     raise
                 break
             if found.peak <= room:
                 return found, {**tiers, "host": int(self.asked.host or 0)}
-            device -= found.peak - room
+            # where it has more than all parameters, that goes first
+            device += room - found.peak + found.parameters - parts.cache.most
         if found is None:
             tx = self.asked.transform(how, {"device": 1 << 60})
             found = run(tx.shard(params), tx=tx)

@@ -53,7 +53,8 @@ class Question:
         """List the meshes of a stage."""
         if self.axes is None:
             return meshes_of(self.ranks // pipe, self.cluster)
-        return [{a: n for a, n in self.axes.items() if a != PIPE}]
+        # a mesh of stages alone has one rank in each
+        return [{a: n for a, n in self.axes.items() if a != PIPE} or {"a": 1}]
 
     def laid(self, pipe: int, rows: int) -> Iterator[tuple[str, dict[str, int]]]:
         """Yield the recipes to weigh, with the meshes of a stage; ``rows`` of a micro-batch."""

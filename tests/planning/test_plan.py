@@ -3,6 +3,7 @@
 import re
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,23 @@ def test_a_plan_in_tiers_is_one_process_s_within_what_it_says_of_each_tier(ranks
     use = found.explained.tiers
     assert use is not None and moved[1:] == [use.loads] * 2 and use.loads > use.blocks
     assert ledger.peak["device"] <= found.tiers["device"] < found.peak
+
+
+def test_stages_that_no_device_holds_are_planned_in_tiers() -> None:
+    torch.manual_seed(0)
+    model, memory = Words(2).double(), 720_000
+    plan = partial(
+        sl.plan, model, GIVEN, mesh={"pipe": 2}, cluster=replace(CLUSTER, host=1e8), loss=loss,
+        microbatches=2, memory=memory, recipes=["ddp"],
+    )  # fmt: skip
+    with pytest.raises(sl.errors.NoPlanFits):
+        plan()
+    found = plan(host="2MB")
+    assert found.pipe == 2 and found.tiers and found.peak <= memory
+    want = losses({"a": 1}, model, None)
+    assert losses(found.mesh, model, found) == pytest.approx(want, abs=1e-12)
+    # each place has its own
+    assert max(sum(p.tiers.host.values()) for p in found.explained.places) <= 2e6
 
 
 def losses(mesh: Any, model: Any, plan: Any, batch: Any = GIVEN) -> list[float]:
