@@ -58,6 +58,10 @@ class ShardError(ValueError):
         self.line = line or user_line()
         super().__init__(self.text())
 
+    def __str__(self) -> str:
+        # a fix may be found by who catches it
+        return self.text()
+
     def text(self) -> str:
         """Write the message, then operands, mesh, line and fix, one to a line."""
         rows = dict(self.operands)

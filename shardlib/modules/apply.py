@@ -339,7 +339,6 @@ class Apply(Calls):
         e.operands["or"] = (
             f"rules = [({pattern!r}, '...'), *rules]  # {path or 'the module'} whole on every rank"
         )
-        e.args = (e.text(),)
 
     def _inside(self, path: str) -> dict[str, Layout]:
         """Return the layouts of the parameters of a submodule."""

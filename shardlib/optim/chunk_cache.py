@@ -321,7 +321,8 @@ class ChunkCache(TieredRoom):
         """Drop what a backward that raised has left."""
         super().forget()
         if self.eager is not None:
-            for some in (self.due, self.brought, self.coming):
+            store = self.store
+            for some in (self.due, self.brought, self.coming, store.due, store.ahead):
                 some.clear()
 
     @property

@@ -187,7 +187,9 @@ class TieredParameters(SplitParameters):
             coord, sizes = cache.mesh.coord or {}, cache.mesh.axes
             how |= {"rank": rank_along(sizes, coord, sizes), "ranks": math.prod(sizes.values())}
         path: Any = self.tiers.disk
-        parts = cache.store.divide(rows, gradients, self.tiers.left_over, self.tiers.durable)
+        # a backward updates chunks by elements alone
+        how_many = self.tiers.left_over, self.how.tx.trait != "elementwise", self.tiers.durable
+        parts = cache.store.divide(rows, gradients, *how_many)
         if holds_values(cache.mesh):
             cache.store.open(parts, os.fspath(path), how)
         if cache.store.away:
@@ -423,7 +425,10 @@ class ChunkUpdates:
             with torch.no_grad():
                 return context.run(_updated, inner, norms, opened(trees, memory), step)
 
-        self.cache.due[chunk] = DueUpdate(rows_of(trees), run)
+        rows, mine = rows_of(trees), [self.cache.rows[b.name] for b in self.cache.chunks[chunk]]
+        # the parameters are there when it runs
+        self.cache.store.due.append([r for r in rows if r not in mine])
+        self.cache.due[chunk] = DueUpdate(rows, run)
 
     def end(self) -> State:
         """End the step: return the state, as all updates leave it."""

@@ -51,7 +51,8 @@ class RowSize(NamedTuple):
 
 
 def divided(
-    rows: Mapping[str, RowSize], budget: int, gradients: Mapping[str, int], ring: int, activations: int = 0
+    rows: Mapping[str, RowSize], budget: int, gradients: Mapping[str, int], ring: int, activations: int = 0,
+    together: bool = False,
 ) -> tuple[frozenset[str], int, int]:  # fmt: skip
     """Divide the host's budget: buffers first, then gradients, then rows in their order.
 
@@ -59,7 +60,7 @@ def divided(
     are updated, and for those of chunks that are loaded.
 
     ``gradients``  chunk -> bytes; all of them wait for a norm, or are sums of micro-batches; three on
-                   their way are the least.
+                   their way are the least, or all where they are needed ``together``.
     ``ring``       bytes of the disk's buffers; ``activations``  bytes that are left over.
     Raises: ShardError for a budget that has no bytes for the buffers.
 
@@ -71,25 +72,19 @@ def divided(
     total = sum(r.nbytes for r in rows.values())
     if total + waiting + few + ring + activations <= budget:
         return frozenset(), 0, 0
-    chunks, loads = dict[str, int](), dict[str, int]()
-    for r in rows.values():
-        chunks[r.chunk] = chunks.get(r.chunk, 0) + r.nbytes
-        loads[r.chunk] = loads.get(r.chunk, 0) + r.nbytes * (r.kind == "parameters")
-    chunk, loading = max(chunks.values()), max(loads.values())
-    # a row that is read by the caller
-    beside = loading + ring + activations + max(r.nbytes for r in rows.values())
+    chunk, beside, loading = _needs(rows, ring, activations)
     # a chunk is updated, the next one read, the one before it written
-    plans = [(n * chunk, waiting + few) for n in (3, 2, 1)] + [(chunk, waiting), (chunk, few)]
+    least = waiting if together else few
+    plans = [(n * chunk, waiting + few) for n in (3, 2, 1)] + [(chunk, waiting), (chunk, least)]
     fits = [(staging, budget - beside - staging - more) for staging, more in plans]
     staging, left = next((fit for fit in fits if fit[1] >= 0), (0, -1))
     if left < 0:
-        least = beside + chunk + few
-        more = f", activations={activations}" * bool(activations)
+        least += beside + chunk
         raise ShardError(
-            f"the largest block's rows, three gradients, the disk's buffers and what activations are "
-            f"left need {least:,} bytes of host memory, which may hold {budget:,}",
+            f"the largest block's rows, {'all' if together else 'three'} gradients, the disk's buffers and "
+            f"what activations are left need {least:,} bytes of host memory, which may hold {budget:,}",
             op="tiers",
-            fix=f"sl.optim.Tiers(host={least}, disk=path{more})",
+            fix=_asking(least, activations),
         )
     away = set()
     for key, r in rows.items():
@@ -98,6 +93,27 @@ def divided(
         else:
             left -= r.nbytes
     return frozenset(away), staging, loading
+
+
+def _needs(rows: Mapping[str, RowSize], ring: int, activations: int) -> tuple[int, int, int]:
+    """Return the most bytes of a chunk's rows, those beside these, and those of a chunk that is loaded."""
+    chunks, loads = Counter[str](), Counter[str]()
+    for r in rows.values():
+        chunks[r.chunk] += r.nbytes
+        loads[r.chunk] += r.nbytes * (r.kind == "parameters")
+    loading = max(loads.values())
+    # a row that is read by the caller
+    return (
+        max(chunks.values()),
+        loading + ring + activations + max(r.nbytes for r in rows.values()),
+        loading,
+    )
+
+
+def _asking(host: int, activations: int) -> str:
+    """Write tiers whose rows leave so many bytes of the host."""
+    more = f", activations={activations}" * bool(activations)
+    return f"sl.optim.Tiers(host={host}, disk=path{more})"
 
 
 def on_their_way(gradients: Iterable[int]) -> int:
@@ -122,6 +138,8 @@ class RowStore:
         self.away: frozenset[str] = frozenset()
         self.durable = False
         self.buffers = 0
+        # bytes of the host that are left over, and those that it needs where all gradients wait
+        self.activations = self.together = 0
         self.notes: Any = None
         self.bytes_read = self.bytes_written = 0
         # rows of the updates to come; key -> a row that was read ahead
@@ -133,7 +151,8 @@ class RowStore:
         self.ends: list[threading.Event] = []
 
     def divide(
-        self, rows: Mapping[str, RowSize], gradients: Mapping[str, int], activations: int, durable: bool
+        self, rows: Mapping[str, RowSize], gradients: Mapping[str, int], activations: int, together: bool,
+        durable: bool,
     ) -> tuple[int, ...]:  # fmt: skip
         """Divide the host's budget between the rows: return the bytes of the buffers of each kind.
 
@@ -141,8 +160,11 @@ class RowStore:
         """
         longest = max((r.nbytes for r in rows.values()), default=0)
         ring = ring_for(longest * self.shares)
-        beside = gradients, ring // self.shares, activations
+        beside = gradients, ring // self.shares, activations, together
         self.away, *parts = divided(rows, self.ledger.left("host"), *beside)
+        if self.away:
+            self.activations = activations
+            self.together = sum(_needs(rows, *beside[1:3])[:2]) + sum(gradients.values())
         self.sizes, self.durable = rows, durable
         if durable or self.away:
             self.buffers = ring // self.shares + sum(parts)
@@ -212,12 +234,28 @@ class RowStore:
     def _where(self, kind: str) -> tuple[Ledger, str, torch.device, int]:
         return self.ledger, kind, self.device, self.shares
 
+    def _buffer(self, row: TierRow) -> Tensor:
+        """Return memory for a row on the disk.
+
+        Raises: ShardError, with tiers that leave bytes for it beside the gradients that wait.
+        """
+        try:
+            return host_row(row.shape, row.dtype, *self._where("buffers"))
+        except ShardError as e:
+            left, most = self.activations, self.ledger.budget["host"] or 0
+            if self.together <= most:
+                # the caller has other rows
+                more = row.shape.numel() * row.dtype.itemsize // self.shares
+                left, most = left + more, most + more
+            e.fix = _asking(max(self.together, most), left)
+            raise
+
     @torch.no_grad()
     def fill(self, row: TierRow, write: Callable[[Tensor], object]) -> None:
         """Have the memory of a row that no job uses written; of one on the disk, it is a buffer."""
         held = row.memory
         if held is None:
-            held = host_row(row.shape, row.dtype, *self._where("buffers"))
+            held = self._buffer(row)
         write(held)
         if row.memory is None:
             # so that there is one such buffer at most
@@ -229,7 +267,7 @@ class RowStore:
         """Return a row's memory, or a copy of what lies on the disk."""
         if row.memory is not None:
             return row.memory
-        out = host_row(row.shape, row.dtype, *self._where("buffers"))
+        out = self._buffer(row)
         self._read(row, out).wait()
         return out
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import shardlib as sl
-from shardlib.tiers.rows import RowSize, divided
+from shardlib.tiers.rows import RowSize, RowStore, divided
 from tests.optim.test_tiered import (
     MESHES,
     RULES,
@@ -27,7 +27,7 @@ from tests.optim.test_tiered import (
     model,
     run,
 )
-from tests.optim.test_tiered_step import KINDS, stepped
+from tests.optim.test_tiered_step import KINDS, muon, stepped
 from tests.tiers import kill_steps
 from tests.tiers.disk_cases import intercepted
 
@@ -91,6 +91,82 @@ def test_a_slow_update_keeps_no_buffers_of_its_rows(tmp_path: Path) -> None:
         want = stepped(o.adamw(rate), in_memory(), dtype, master="fp32")
         tiers = o.Tiers(host=few, disk=tmp_path)
         assert differing(want, stepped(o.adamw(rate), tiers, dtype, master="fp32")) == []
+
+
+@pytest.mark.parametrize("update", ["host", "device"])
+def test_rows_of_the_next_update_are_read_ahead(
+    update: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the host has buffers for two chunks; the least budget has those of one."""
+    mesh, ahead = {"data": 2, "x": 1}, [0, 0]
+    few, part = (
+        least_host(mesh, tmp_path, 6, torch.float32, None),
+        block_bytes(mesh),
+    )
+    fetched = RowStore.fetched
+
+    def noted(self: Any, rows: Any, blank: Any = ()) -> Any:
+        for row in rows:
+            if row.memory is None:
+                ahead[row.key in self.ahead] += 1
+        return fetched(self, rows, blank)
+
+    monkeypatch.setattr(RowStore, "fetched", noted)
+    with sl.simulate(**mesh):
+        want = run(clipped(), in_memory(), 6)
+        for budget in (few + 3 * part, few + 9 * part):
+            ahead[:] = 0, 0
+            tiers = o.Tiers(host=budget, disk=tmp_path / f"{budget}", update=update)
+            assert differing(want, run(clipped(), tiers, 6)) == []
+            assert ahead[0] and (ahead[1] > 0) == (budget > few + 3 * part)
+
+
+class Uneven(torch.nn.Module):
+    """Blocks of several sizes, whose rows are of several sizes too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        wide = [16, 96, 32, 64, 16]
+        self.h = torch.nn.ModuleList(map(torch.nn.Linear, wide, wide[1:]))
+
+    def forward(self, x: Any) -> Any:
+        for layer in self.h:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+@pytest.mark.parametrize(
+    ("make", "update", "refusals"),
+    [(muon, "device", 1), (clipped, "host", 1), (lambda: o.adamw(0.01), "host", 2)],
+)
+def test_the_host_that_a_refusal_names_works_at_once(
+    make: Any, update: Any, refusals: int, tmp_path: Path
+) -> None:
+    """With ``step``, for which all gradients wait; transforms of elements may not be stepped by it."""
+
+    def trained(host: int) -> None:
+        torch.manual_seed(0)
+        apply, params = sl.parallelize(Uneven().bfloat16(), [("*", "...")])
+        tiers = o.Tiers(host=host, disk=tmp_path / str(host), update=update)
+        tx = o.zero(make(), "data", 3, master="fp32", tiers=tiers)
+        parts = tx.shard(params)
+        state, x = tx.init(parts), torch.ones(4, 16, dtype=torch.bfloat16)
+        for _ in range(2):
+            _, grads = sl.value_and_grad(apply, into=tx)(parts, x)
+            parts, state, _ = o.step(tx, parts, grads, state)
+            del grads
+        assert all(x.raw.numel() for x in o.state_dict(parts).values())
+
+    with sl.simulate(data=2):
+        host = 1
+        for _ in range(refusals):
+            with pytest.raises(sl.ShardError) as refused:
+                trained(host)
+            host = int(re.findall(r"host=(\d+)", refused.value.fix)[0])
+        trained(host)
+        # less than a part of the largest block
+        with pytest.raises(sl.ShardError):
+            trained(host - 96 * 32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
