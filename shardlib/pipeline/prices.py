@@ -28,7 +28,15 @@ from shardlib.pipeline.forward import UnitCall, block_of_output
 from shardlib.pipeline.schedules import Action, PipelineSchedule, timeline
 from shardlib.pipeline.step import PipelineStep, Traffic, last_gradients
 from shardlib.planning.cluster import Cluster
-from shardlib.planning.explain import CallRecorder, bytes_of, new_pool, papers, sink_of, updated
+from shardlib.planning.explain import (
+    CallRecorder,
+    bytes_of,
+    new_pool,
+    papers,
+    sink_of,
+    state_of,
+    updated,
+)
 from shardlib.planning.explanation import PipelineExplanation, PlaceCost, StageCost, TierUse
 from shardlib.planning.tier_use import Note, PaperParts, TierReplay
 from shardlib.planning.work import Meter, Rates, StepWork
@@ -75,7 +83,7 @@ class _PaperStep(PipelineStep):
         self.caches = [x.cache for x in cut if isinstance(x, TieredParts)]
         self.notes: list[Note] = []
         self.parts = papers(cut, paper.inner, self.notes)
-        sinks = [None if tx is None else sink_of(tx, x) for x in self.parts]
+        sinks = [sink_of(tx, x) for x in self.parts]
         self.of_group = [GradientSums(x, (), k) for x, k in zip(self.parts, sinks, strict=True)]
         traffic = Traffic(cuts, table, paper.inner, range(table.size))
         super().__init__(paper, asked.f, traffic, MicroBatches(*given, 1), self.of_group[0])
@@ -144,13 +152,13 @@ class _PaperStep(PipelineStep):
             if self.group[self.ranks[a.stage]] == at:
                 cost = self.costs[a.kind, a.stage]
                 replay.run(cost.notes, rates.seconds(cost.work), a.kind, a[1:])
-        state = 0 if self.tx is None else bytes_of(self.tx.init(parts))
+        state = bytes_of(state_of(self.tx, parts))
         return replay.use(parts.index, state, cluster)
 
     def place(self, r: int, rates: Rates, tiers: TierUse | None) -> PlaceCost:
         """Return the cost of a place on the axis; its sums of gradients end."""
         tx, params, sums = self.tx, self.parts[r], self.of_group[r]
-        state = None if tx is None else tx.init(params)
+        state = state_of(tx, params)
         with new_pool(sums.sink), Meter(StepWork()) as meter:
             with trace() as t:
                 grads, work = sums.finish(), meter.work

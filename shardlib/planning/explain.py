@@ -191,8 +191,9 @@ class _Call(NamedTuple):
             watch = CallRecorder(t, paper.size, backward, paths)
             trained = [x for x in _of(ShardedTensor, params) if x.raw.requires_grad]
             raws = [x.raw for x in trained]
-            state = None if tx is None else tx.init(params)
-            sink = sink_of(tx, params) if backward and trained and tx is not None else None
+            state, sink = state_of(tx, params), None
+            if backward and trained:
+                sink = sink_of(tx, params)
             if sink is not None:
                 # as value_and_grad(into=) does
                 for i, x in enumerate(trained):
@@ -204,11 +205,12 @@ class _Call(NamedTuple):
                 with within(watcher=watch):
                     out = run()
                 saved = live.now
+                grads: Any = None
                 if backward:
                     grads = watch.back(out, raws, together, sink)
                     del out
                 work.add(t.events)
-                most = _steady(live, tx, params, grads, state) if backward else live.peak
+                most = _steady(live, tx, params, grads, state)
         self.rounds.append(self.notes)
         return Explanation(
             watch.rows, dict(paper.axes), bytes_of(params), most, bytes_of(state), saved, work=work
@@ -219,8 +221,7 @@ class _Call(NamedTuple):
         with self.opened() as (paper, params, _), trace() as t:
             args, kwargs = papers(self.inputs, paper, self.notes)
             watch = CallRecorder(t, paper.size, True, paths)
-            state = None if tx is None else tx.init(params)
-            sink = None if tx is None else sink_of(tx, params)
+            state, sink = state_of(tx, params), sink_of(tx, params)
             sums = _CountedSums(params, sink, watch)
             work, saved = StepWork(), []
 
@@ -256,7 +257,9 @@ class _Call(NamedTuple):
 
 def new_pool(sink: Sink | None) -> AbstractContextManager[object]:
     """Return a context in which buckets are made as in a first step."""
-    return nullcontext() if sink is None else sink.memory.anew()
+    if sink is None:
+        return nullcontext()
+    return sink.memory.anew()
 
 
 def _steady(live: Meter, tx: Transform | None, params: Any, grads: Any, state: Any) -> int:
@@ -484,9 +487,16 @@ class _CountedSums(GradientSums):
         self.watch.counted(super()._take, i, g)
 
 
-def sink_of(tx: Transform, params: object) -> Sink | None:
-    """Return the buckets that take the gradients, as in a first step; None: they come as a tree."""
-    if tx.sink is None:
+def state_of(tx: Transform | None, params: object) -> Any:
+    """Return the state in which an optimizer begins, for which ZeRO lays parameters in buckets."""
+    if tx is None:
+        return None
+    return tx.init(params)
+
+
+def sink_of(tx: Transform | None, params: object) -> Sink | None:
+    """Return the buckets that take the gradients; None: they come as a tree."""
+    if tx is None or tx.sink is None:
         return None
     try:
         sink = tx.sink(params)
