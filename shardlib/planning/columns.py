@@ -15,7 +15,7 @@ from shardlib.planning.program import Column
 
 def columns_of(
     parts: Sequence[Part], search: Search, begin: State, alone: Mapping[Call, tuple[float, float]],
-    policies: Callable[[Part], tuple[str, ...]], limit: float = math.inf,
+    policies: Callable[[Part], tuple[str, ...]], limit: float = math.inf, least: bool = False,
 ) -> list[Column]:  # fmt: skip
     """Return the best ways through each part, from every state that it may begin in.
 
@@ -23,6 +23,7 @@ def columns_of(
     ``alone``     seconds of both passes of each call on one rank.
     ``policies``  part -> its policies of remat.
     ``limit``     seconds of the whole step, beyond which no way is of use.
+    ``least``     the ways of least bytes alone, whatever their seconds.
     """
     share = search.holding.share
     ideal = {call: (share * f, share * b) for call, (f, b) in alone.items()}
@@ -36,7 +37,7 @@ def columns_of(
         rest -= part.seconds(ideal)
         for (begin, spent), remat in itertools.product(reached.items(), policies(part)):
             own = (limit - spent - rest) / layers
-            for after, ways in search.run(part.calls, begin, remat, own, ideal).items():
+            for after, ways in search.run(part.calls, begin, remat, own, ideal, least).items():
                 # what is computed again is saved by none, but what a single layer reads
                 end, kept = after, None
                 if remat:
@@ -47,11 +48,11 @@ def columns_of(
                     continue
                 states = _key(begin), _key(end)
                 made = [_column(number, states, way, remat, kept, search.holding) for way in ways]
-                found += undominated(made)
-                least = spent + layers * min(c.seconds for c in made)
+                found += undominated(made, least)
+                first = spent + layers * min(c.seconds for c in made)
                 held = min(c.kept + c.saved for c in made)
                 before = ends.get(end, (math.inf, math.inf))
-                ends[end] = min(least, before[0]), min(held, before[1])
+                ends[end] = min(first, before[0]), min(held, before[1])
         reached = {end: costs[0] for end, costs in narrowed(ends, lambda costs: costs).items()}
     return found
 
@@ -103,10 +104,14 @@ def _key(state: State) -> Any:
     return tuple(sorted(map(str, (*_places(state).items(), *saved.items()))))
 
 
-def undominated(columns: Sequence[Column]) -> list[Column]:
-    """Return the columns that no other beats in seconds and every kind of bytes."""
+def undominated(columns: Sequence[Column], least: bool = False) -> list[Column]:
+    """Return the columns that no other beats in seconds and every kind of bytes.
+
+    ``least``  in every kind of bytes, whatever the seconds.
+    """
     found: list[Column] = []
-    for c in sorted(columns, key=lambda c: (c.seconds, c.kept + c.saved + c.most)):
+    cost = lambda c: (c.seconds * (not least), c.kept + c.saved + c.most, c.seconds)  # noqa: E731
+    for c in sorted(columns, key=cost):
         if not any(
             d.kept <= c.kept and d.saved <= c.saved and d.most <= c.most
             and d.gradients <= c.gradients for d in found

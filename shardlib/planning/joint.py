@@ -129,6 +129,7 @@ class Study:
         self.missing = 0.0
         # name of a setting -> its seconds in any memory
         self.least_seconds: dict[Any, float] = {}
+        self.small_ways: dict[Any, Solution] = {}
         # recipe, sizes of axes -> what does not depend on their order
         self.tables: dict[Any, tuple[Table, Candidates]] = {}
 
@@ -257,7 +258,10 @@ class Study:
         """
         room, name = self.asked.room, setting.name
         columns, solution, limit = [], None, math.inf
-        for limit in self._limits(setting.holding, bound, bounded):
+        for deeper, limit in enumerate(self._limits(setting.holding, bound, bounded), not bounded):
+            # slower ways are many, and looked for only where the smallest fits
+            if deeper and self.free and self.smallest(setting).peak > NEAR * room:
+                break
             columns = self.columns(setting.search, limit)
             solution = free = solve(columns, self.counts)
             least = limit if free is None else free.seconds
@@ -321,8 +325,8 @@ class Study:
         if self.asked.host is not None:
             settings += self.settings(pipe, host=True)
         for setting in settings:
-            solution = solve(self.columns(setting.search), self.counts, room, least=True)
-            if solution is not None:
+            solution = self.smallest(setting)
+            if solution.counts:
                 found.append((solution.peak, len(found), solution, setting))
         best: Strategy | None = None
         ways = (self.explained(f[2], f[3]) for f in sorted(found, key=lambda f: f[:2]))
@@ -365,10 +369,22 @@ class Study:
             found = solve(columns, self.counts, less, limit=limit, gap=GAP) if less > 0 else None
         return best
 
-    def columns(self, search: Search, limit: float = math.inf) -> list[Column]:
-        """Return the best ways through each part; ``limit``  seconds that a step takes at most."""
+    def smallest(self, setting: Setting) -> Solution:
+        """Return the way of least bytes, found once; without any, one of no layers and all memory."""
+        name = *setting.name, setting.holding.pipe
+        if name not in self.small_ways:
+            columns = self.columns(setting.search, least=True)
+            found = solve(columns, self.counts, self.asked.room, least=True)
+            self.small_ways[name] = found or Solution((), math.inf, math.inf)
+        return self.small_ways[name]
+
+    def columns(self, search: Search, limit: float = math.inf, least: bool = False) -> list[Column]:
+        """Return the best ways through each part, or those of least bytes.
+
+        ``limit``  seconds that a step takes at most.
+        """
         begin = self._begin(search)
-        return columns_of(self.parts, search, begin, self.alone, self._policies, limit)
+        return columns_of(self.parts, search, begin, self.alone, self._policies, limit, least)
 
     def _policies(self, part: Part) -> tuple[str, ...]:
         """Return the policies of remat to weigh: layers may be computed again, what is around them not."""

@@ -306,31 +306,33 @@ class Search:
 
     def run(
         self, calls: Sequence[Call], begin: State, remat: str = "", limit: float = math.inf,
-        ideal: Mapping[Call, tuple[float, float]] | None = None,
+        ideal: Mapping[Call, tuple[float, float]] | None = None, least: bool = False,
     ) -> dict[State, list[Way]]:  # fmt: skip
         """Return the best ways through these calls from a state, by the state they end in.
 
         ``limit``  seconds of the ways that are of use; ``ideal`` the least seconds of both passes
                    of each call, with which a way that cannot end within the limit is left early.
+        ``least``  of least bytes alone, whatever their seconds.
         Nothing is returned where a call runs under no layouts, or none within the limit.
         """
         now = {begin: [Way()]}
         again = 1 + bool(remat)
         outer = frozenset(x.root for x in begin.alive)
         pairs = {c: (ideal or {}).get(c, (0.0, 0.0)) for c in calls}
-        least = {c: again * forward + back for c, (forward, back) in pairs.items()}
-        rest = sum(least.values())
+        alone = {c: again * forward + back for c, (forward, back) in pairs.items()}
+        rest = sum(alone.values())
         for call in calls:
             found: dict[State, list[Way]] = defaultdict(list)
-            rest -= least[call]
+            rest -= alone[call]
             for state, ways in now.items():
                 spent = again * ways[0].forward + ways[0].back
-                room = (limit - rest - least[call] - spent) / again
+                room = (limit - rest - alone[call] - spent) / again
                 for taken in self._transitions(call, state, outer, room):
                     longer = self._longer(ways, taken, again, limit - rest)
                     if longer:
                         found[taken.after] += longer
-            best = {s: undominated(ways, bool(remat), self.room) for s, ways in found.items()}
+            how = bool(remat), self.room, least
+            best = {s: undominated(ways, *how) for s, ways in found.items()}
             now = narrowed(best, lambda ways: _least_of(ways, again))
         return now
 
@@ -567,11 +569,14 @@ def _saved(call: Call, strategy: CallStrategy, have: Mapping[int, Alive]) -> lis
     return [have[numbers[k]] for k in strategy.saved]
 
 
-def undominated(ways: Sequence[Way], remat: bool = False, room: float = 0.0) -> list[Way]:
+def undominated(
+    ways: Sequence[Way], remat: bool = False, room: float = 0.0, least: bool = False
+) -> list[Way]:
     """Return the ways that no other beats in seconds and in each of their bytes, the fastest first.
 
-    ``room``  bytes of a rank: of more than MANY ways those are left out that another beats but for
-              a share GRAIN of it.
+    ``room``   bytes of a rank: of more than MANY ways those are left out that another beats but for
+               a share GRAIN of it.
+    ``least``  no other beats in their bytes, whatever the seconds.
 
     >>> ways = [Way(1, 1, saved=9), Way(2, 1, saved=9), Way(2, 2, saved=4)]
     >>> [w.saved for w in undominated(ways)]
@@ -580,6 +585,9 @@ def undominated(ways: Sequence[Way], remat: bool = False, room: float = 0.0) -> 
     if len(ways) == 1:
         return [*ways]
     costs = [w.costs(remat) for w in ways]
+    if least:
+        # of as many bytes the fastest is the first
+        costs = [(0.0, *c[1:], c[0]) for c in costs]
     order = sorted(range(len(ways)), key=costs.__getitem__)
     found = _least(order, costs, 0.0)
     if len(found) > MANY:
@@ -607,7 +615,7 @@ def _least(order: Sequence[int], costs: Sequence[tuple[float, ...]], more: float
     found: list[int] = []
     best: list[tuple[float, ...]] = []
     for at in order:
-        _, end, held, most, kept = costs[at]
+        _, end, held, most, kept, *_ = costs[at]
         if not any(c[1] <= end and c[2] <= held and c[3] <= most and c[4] <= kept for c in best):
             # moved once, not in each comparison
             best.append(tuple(c - more for c in costs[at]))

@@ -51,3 +51,8 @@ def test_no_way_there_is_beats_those_that_are_kept(seed: int, monkeypatch: Any) 
         assert best <= all_ways
         for way in all_ways:
             assert any(all(b <= x * (1 + 1e-12) for b, x in zip(o, way, strict=True)) for o in best)
+        # and no other way takes less bytes of any kind than those of least bytes
+        least = figures(search.run(study.step.calls, begin, least=True))
+        assert least <= all_ways and len(least) <= len(best)
+        for _, *way in all_ways:
+            assert any(all(b <= x for b, x in zip(o, way, strict=True)) for _, *o in least)
