@@ -19,7 +19,6 @@ from shardlib.grad import GradientSums, frozen
 from shardlib.mesh import Link, record, within
 from shardlib.microbatches import MicroBatches
 from shardlib.modules.paths import Paths
-from shardlib.optim.buckets import Buckets
 from shardlib.optim.chunk_cache import ChunkCache
 from shardlib.optim.tiered import TieredParts
 from shardlib.optim.transform import Transform
@@ -163,8 +162,7 @@ class _PaperStep(PipelineStep):
             with trace() as t:
                 grads, work = sums.finish(), meter.work
             work.add(t.events)
-            if tx is not None and tiers is None and isinstance(grads, Buckets):
-                updated(meter, tx, params, grads, state)
+            stay = updated(meter, tx, params, grads, state)
             buckets = meter.now
         nbytes = self.pipeline.nbytes
         names = [n for n, ranks in self.tied.items() if r in ranks for _ in ranks[1:]]
@@ -172,21 +170,21 @@ class _PaperStep(PipelineStep):
         seconds = rates.moving(work.along) + ties
         if tiers is not None:
             # sums and state are in host memory
-            return PlaceCost(tiers.device, 0, 0, self._most(r, 0, 0), t, seconds, tiers)
+            return PlaceCost(tiers.device, 0, 0, self._most(r, 0, 0, stay), t, seconds, tiers)
         return PlaceCost(
             bytes_of(params), bytes_of(state), sum(map(nbytes, self.own[r])),
-            self._most(r, buckets, meter.peak), t, seconds,
+            self._most(r, buckets, meter.peak, stay), t, seconds,
         )  # fmt: skip
 
-    def _most(self, r: int, buckets: int, finish: int) -> int:
+    def _most(self, r: int, buckets: int, finish: int, stay: bool) -> int:
         """Compute the most bytes on a rank, of what is in flight and of what an action needs.
 
-        ``buckets``  bytes of those of sums, which the first last gradient fills; those of ZeRO are
-                     there from the step before.
+        ``buckets``  bytes of those of sums, which the first last gradient fills.
         ``finish``   the most bytes while these are sent.
+        ``stay``     whether the buckets are there from the step before.
         """
         now, most = 0, finish
-        if self.of_group[r].sink is not None:
+        if stay:
             now, buckets = buckets, 0
         kept: dict[tuple[int, int], int] = defaultdict(int)
         row = self.table.tables[r]

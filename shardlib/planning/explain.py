@@ -267,26 +267,34 @@ def _steady(live: Meter, tx: Transform | None, params: Any, grads: Any, state: A
 
     ``grads``  as the step gives them, or a list for parts of buckets.
     """
-    if tx is None or isinstance(params, PaperParts):
-        return live.peak
     if isinstance(params, Parts) and isinstance(grads, list):
-        names = {id(x): n for n, x in params.items()}
-        trained = [names[id(x)] for x in _of(ShardedTensor, params) if x.requires_grad]
-        rows = [(n, params[n], g) for n, g in zip(trained, grads, strict=True)]
-        blocks = ((n, x, torch.zeros_like(x.raw) if g is None else g) for n, x, g in rows)
-        grads = params.like({n: x.becomes(g) for n, x, g in blocks})
-    if not isinstance(grads, Buckets):
-        return live.peak
-    updated(live, tx, params, grads, state)
-    return live.steady()
+        tree: Any = params
+        left = iter(grads)
+
+        def gradient(x: ShardedTensor) -> ShardedTensor | None:
+            if not x.requires_grad:
+                return None
+            g = next(left)
+            return x.becomes(torch.zeros_like(x.raw) if g is None else g)
+
+        grads = optree.tree_map(gradient, tree)
+    if updated(live, tx, params, grads, state):
+        return live.steady()
+    return live.peak
 
 
-def updated(live: Meter, tx: Transform, params: Any, grads: Buckets, state: Any) -> None:
-    """Update parameters on paper, for which ZeRO makes further buckets."""
+def updated(live: Meter, tx: Transform | None, params: Any, grads: Any, state: Any) -> bool:
+    """Update parameters on paper; return whether ZeRO has the gradients, whose buckets stay.
+
+    The update makes further buckets.  In memory tiers none are on the device.
+    """
+    if tx is None or isinstance(params, PaperParts) or not isinstance(grads, Buckets):
+        return False
     live.work = StepWork()
     # an update that asks for values cannot run; the gradients' buckets are there
     with suppress(RuntimeError):
         run_in_place(tx, grads, state, params, Step())
+    return True
 
 
 def _in_tiers(

@@ -258,10 +258,12 @@ class Study:
         """
         room, name = self.asked.room, setting.name
         columns, solution, limit = [], None, math.inf
-        for deeper, limit in enumerate(self._limits(setting.holding, bound, bounded), not bounded):
+        deeper = not bounded
+        for limit in self._limits(setting.holding, bound, bounded):
             # slower ways are many, and looked for only where the smallest fits
             if deeper and self.free and self.smallest(setting).peak > NEAR * room:
                 break
+            deeper = True
             columns = self.columns(setting.search, limit)
             solution = free = solve(columns, self.counts)
             least = limit if free is None else free.seconds
