@@ -2,8 +2,8 @@
 
 import itertools
 import math
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -37,17 +37,12 @@ def columns_of(
         rest -= part.seconds(ideal)
         for (begin, spent), remat in itertools.product(reached.items(), policies(part)):
             own = (limit - spent - rest) / layers
-            for after, ways in search.run(part.calls, begin, remat, own, ideal, least).items():
-                # what is computed again is saved by none, but what a single layer reads
-                end, kept = after, None
-                if remat:
-                    read = begin.saved | (_roots(part.calls, begin) if layers == 1 else set())
-                    end = replace(after, saved=frozenset(read & {x.root for x in after.alive}))
-                    kept = _borders(begin, end)
+            ways = search.under(remat).run(part.calls, begin, own, ideal, least)
+            for end, kept, some in _ends(part, begin, ways, remat):
                 if layers > 1 and not _repeats(begin, end):
                     continue
                 states = _key(begin), _key(end)
-                made = [_column(number, states, way, remat, kept, search.holding) for way in ways]
+                made = [_column(number, states, way, remat, kept, search.holding) for way in some]
                 found += undominated(made, least)
                 first = spent + layers * min(c.seconds for c in made)
                 held = min(c.kept + c.saved for c in made)
@@ -57,17 +52,35 @@ def columns_of(
     return found
 
 
+def _ends(
+    part: Part, begin: State, ways: Mapping[State, Sequence[Way]], remat: str
+) -> Iterator[tuple[State, int | None, Sequence[Way]]]:
+    """Yield the states behind a part with the ways to it; where it is run again, what it keeps.
+
+    What is computed again is saved by none, but what is held, and what a single layer reads.
+    """
+    if not remat:
+        yield from ((end, None, some) for end, some in ways.items())
+        return
+    read = begin.saved | (_roots(part.calls, begin) if len(part.layers) == 1 else set())
+    for after, several in ways.items():
+        alive, held = {x.root for x in after.alive}, defaultdict(list)
+        for way in several:
+            held[frozenset(n for step in way.steps() for n in step.held if n in alive)].append(way)
+        for roots, some in held.items():
+            end = replace(after, saved=frozenset(read & alive) | roots)
+            yield end, _borders(begin, end), some
+
+
 def _column(
     part: int, states: tuple[Any, Any], way: Way, remat: str, kept: int | None, holding: Holding
 ) -> Column:
-    """Return the column of a way; ``kept`` is what it saves where it is run again."""
-    seconds, saved = way.forward + way.back, way.saved
-    if kept is not None:
-        seconds, saved = seconds + way.forward, kept
+    """Return the column of a way; ``kept`` is what it saves of what it reads where it is run again."""
+    saved = way.saved if kept is None else kept + way.held
     held = holding.flying * saved
     # while it runs it holds as much beside what it saved as it would in a pipeline of one stage
     most = way.most - saved + held
-    return Column(part, *states, seconds, way.kept, way.gradients, held, most, way=(way, remat))
+    return Column(part, *states, way.seconds, way.kept, way.gradients, held, most, way=(way, remat))
 
 
 def _borders(begin: State, end: State) -> int:

@@ -107,7 +107,7 @@ def explain(
     with Paths() as paths:
         try:
             how = tx, paths, backward, microbatches
-            found = planned(call.rehearse, lambda: call.explain(*how))
+            found = planned(partial(call.rehearse, microbatches), lambda: call.explain(*how))
             if isinstance(params, TieredParts):
                 return _in_tiers(found, params, call, cluster_of(cluster), microbatches)
             return found
@@ -170,24 +170,28 @@ class _Call(NamedTuple):
     rounds: list[list[Note]]
 
     @contextmanager
-    def opened(self) -> Iterator[tuple[Mesh, object, Callable[[], object]]]:
-        """Open the mesh; yield it, the parameters on it, and the call of forward with these."""
+    def opened(self) -> Iterator[tuple[Mesh, object, tuple[Args, Kwargs]]]:
+        """Open the mesh; yield it, and the parameters and the inputs on it."""
         self.notes.clear()
         with self.make() as paper, Known():
-            params, (args, kwargs) = papers((self.params, self.inputs), paper, self.notes)
-            yield paper, params, lambda: self.apply(params, *args, **kwargs)
+            yield paper, *papers((self.params, self.inputs), paper, self.notes)
 
-    def rehearse(self) -> None:
-        """Run forward alone first: products learn which of their operands are read again."""
-        with self.opened() as (_, _, run), torch.no_grad():
-            run()
+    def rehearse(self, count: int | None) -> None:
+        """Run forward alone first: products learn which of their operands are read again.
+
+        Of micro-batches one runs: with other rows a product may have another layout.
+        """
+        with self.opened() as (_, params, (args, kwargs)), torch.no_grad():
+            if count is not None:
+                args, kwargs = MicroBatches(args, kwargs, count)[0]
+            self.apply(params, *args, **kwargs)
 
     def explain(
         self, tx: Transform | None, paths: Paths, backward: bool, count: int | None
     ) -> Explanation:
         if count is not None:
             return self.accumulated(count, tx, paths)
-        with self.opened() as (paper, params, run), trace() as t:
+        with self.opened() as (paper, params, (args, kwargs)), trace() as t:
             watch = CallRecorder(t, paper.size, backward, paths)
             trained = [x for x in _of(ShardedTensor, params) if x.raw.requires_grad]
             raws = [x.raw for x in trained]
@@ -203,7 +207,7 @@ class _Call(NamedTuple):
             work = StepWork()
             with new_pool(sink), together, Meter(work) as live:
                 with within(watcher=watch):
-                    out = run()
+                    out = self.apply(params, *args, **kwargs)
                 saved = live.now
                 grads: Any = None
                 if backward:
@@ -218,8 +222,7 @@ class _Call(NamedTuple):
 
     def accumulated(self, count: int, tx: Transform | None, paths: Paths) -> Explanation:
         """Explain a step of so many micro-batches: the first, one for all between, and the last."""
-        with self.opened() as (paper, params, _), trace() as t:
-            args, kwargs = papers(self.inputs, paper, self.notes)
+        with self.opened() as (paper, params, (args, kwargs)), trace() as t:
             watch = CallRecorder(t, paper.size, True, paths)
             state, sink = state_of(tx, params), sink_of(tx, params)
             sums = _CountedSums(params, sink, watch)

@@ -78,6 +78,12 @@ def _order(found: tuple[Any, ...]) -> tuple[Any, ...]:
     return float(f"{seconds:.9g}"), len(setting.holding.sizes), number
 
 
+def _figures(found: Solution, setting: "Setting") -> tuple[object, ...]:
+    """Return the figures by which a solution is known again."""
+    holding = setting.holding
+    return f"{found.seconds:.9g}", f"{found.peak:.9g}", holding.pipe, holding.host
+
+
 class Setting(NamedTuple):
     """A mesh, the split of the batch and ZeRO: what is fixed before the program is made.
 
@@ -127,6 +133,8 @@ class Study:
         self.free: Solution | None = None
         # bytes that a plan took more than a program thought
         self.missing = 0.0
+        # figures of the solutions that were explained -> the bytes that they took
+        self.judged: dict[Any, int] = {}
         # name of a setting -> its seconds in any memory
         self.least_seconds: dict[Any, float] = {}
         self.small_ways: dict[Any, Solution] = {}
@@ -238,15 +246,10 @@ class Study:
                 bound = min(bound, seconds) if bounded else bound
                 found.append((seconds, len(found), setting, columns, solution))
         self.thought = min([self.thought, *(f[0] for f in found)])
-        seen: set[tuple[str, str]] = set()
         for seconds, _, setting, columns, solution in sorted(found, key=_order):
             if best is not None and best.peak <= room and seconds >= NEAR * best.seconds:
                 break
-            # the same layouts over one axis and over two that make it up, but for rounding
-            figures = f"{seconds:.9g}", f"{solution.peak:.9g}"
-            if figures not in seen:
-                best = self.planned(setting, columns, solution, best)
-            seen.add(figures)
+            best = self.planned(setting, columns, solution, best)
         return best
 
     def _solved(
@@ -264,13 +267,15 @@ class Study:
             if deeper and self.free and self.smallest(setting).peak > NEAR * room:
                 break
             deeper = True
-            columns = self.columns(setting.search, limit)
+            # what is computed again is slower, and of use where all does not fit
+            columns = self.columns(setting.search, limit, remat=False)
             solution = free = solve(columns, self.counts)
             least = limit if free is None else free.seconds
             self.least_seconds[name] = max(least, self.least_seconds.get(name, 0.0))
             if free is not None and (self.free is None or free.seconds < self.free.seconds):
                 self.free = free
             if free is not None and free.peak > room:
+                columns = self.columns(setting.search, limit)
                 solution = solve(columns, self.counts, room, limit=limit, gap=GAP)
             if solution is not None:
                 break
@@ -345,28 +350,32 @@ class Study:
 
         ``found``  what the program found.
         """
-        room, tried = self.asked.room, set()
+        room = self.asked.room
         if found is not None and room - self.missing < found.peak <= room:
             # as much is missing in each setting: what a program does not count is of the module
             found = solve(columns, self.counts, room - self.missing, gap=GAP) or found
-        for _ in range(1 + ROUNDS):
-            if (
-                found is None
-                or (way := rules_and_remat(found, self.parts, self.step.parameters)) in tried
-            ):
+        rounds, tried = 0, set()
+        while rounds <= ROUNDS:
+            # the same layouts over one axis and over two that make it up, but for rounding
+            if found is None or (figures := _figures(found, setting)) in tried:
                 break
-            tried.add(way)
-            made, thought = self.explained(found, setting), found.peak
-            if made is None:
+            tried.add(figures)
+            took, better = self.judged.get(figures), False
+            if took is None:
+                made = self.explained(found, setting)
+                if made is None:
+                    break
+                took = self.judged[figures] = made.peak
+                if better := made.better(best, room):
+                    best = made
+            if took <= room and found.peak <= NEAR * took:
                 break
-            if made.better(best, room):
-                best = made
-            if made.peak <= room and thought <= NEAR * made.peak:
-                break
+            # one that needs less than was thought, and is better, leaves room for more
+            rounds += not better or took > room
             limit = math.inf
             if best is not None and best.peak <= room:
                 limit = NEAR * best.seconds
-            self.missing = made.peak - thought
+            self.missing = took - found.peak
             less = room - self.missing
             found = solve(columns, self.counts, less, limit=limit, gap=GAP) if less > 0 else None
         return best
@@ -380,19 +389,22 @@ class Study:
             self.small_ways[name] = found or Solution((), math.inf, math.inf)
         return self.small_ways[name]
 
-    def columns(self, search: Search, limit: float = math.inf, least: bool = False) -> list[Column]:
+    def columns(
+        self, search: Search, limit: float = math.inf, least: bool = False, remat: bool = True
+    ) -> list[Column]:
         """Return the best ways through each part, or those of least bytes.
 
-        ``limit``  seconds that a step takes at most.
+        ``limit``  seconds that a step takes at most; ``remat``  whether layers may be computed again.
         """
+        policies = self._policies if remat else lambda _: ("",)
         begin = self._begin(search)
-        return columns_of(self.parts, search, begin, self.alone, self._policies, limit, least)
+        return columns_of(self.parts, search, begin, self.alone, policies, limit, least)
 
     def _policies(self, part: Part) -> tuple[str, ...]:
         """Return the policies of remat to weigh: layers may be computed again, what is around them not."""
         module: Any = type(self.small.get_submodule(part.path))
         runs = part.path and module.forward is not nn.Module.forward
-        return ("", "full") if self.asked.remat and runs else ("",)
+        return ("", "products", "full") if self.asked.remat and runs else ("",)
 
     def _alone(self) -> dict[Call, tuple[float, float]]:
         """Return the seconds of both passes of each call on one rank."""

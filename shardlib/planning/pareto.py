@@ -80,6 +80,11 @@ class WayStep(NamedTuple):
     strategy: CallStrategy
     choice: Choice
 
+    @property
+    def held(self) -> list[int]:
+        """The results that are held where the rest is computed again."""
+        return [self.call.gives[-1 - k] for k in self.strategy.held]
+
 
 @dataclass(eq=False)
 class Offer:
@@ -103,6 +108,7 @@ class Transition(NamedTuple):
     ``given``  the operands of the call that were there before, by number.
     ``saved``  bytes that it saves in addition; ``meanwhile`` the most that either pass holds there
                beside all that is saved until then.
+    ``held``   bytes that it holds where the rest is computed again.
     """
 
     step: WayStep
@@ -110,13 +116,15 @@ class Transition(NamedTuple):
     after: State
     saved: float
     meanwhile: float
+    held: float
 
 
 class Price(NamedTuple):
-    """Cost that a step adds to a way: seconds of both passes, and bytes as ``Way`` has them."""
+    """Cost that a step adds to a way: seconds of passes, and bytes as ``Way`` has them."""
 
     forward: float
     back: float
+    again: float
     kept: float
     gradients: float
 
@@ -124,28 +132,37 @@ class Price(NamedTuple):
 class Way:
     """A way to run the calls so far: seconds of both passes, and bytes.
 
+    ``again``  seconds of forward where it is computed again, 0 where it is not.
     ``kept``   bytes of parameters and optimizer state, ``gradients`` those of the gradients.
     ``saved``  bytes that backward reads; ``most`` the most that either pass holds of them and of
                values and gradients of values at once.
+    ``held``   bytes that are held from forward to where it is computed again.
     """
 
-    __slots__ = ("back", "before", "forward", "gradients", "kept", "most", "saved", "step")
+    __slots__ = (
+        "again", "back", "before", "forward", "gradients", "held", "kept", "most", "saved", "step",
+    )  # fmt: skip
 
     def __init__(
         self, forward: float = 0, back: float = 0, kept: float = 0, gradients: float = 0,
         saved: float = 0, most: float = 0, step: WayStep | None = None, before: "Way | None" = None,
+        again: float = 0, held: float = 0,
     ) -> None:  # fmt: skip
         self.forward, self.back, self.kept, self.gradients = forward, back, kept, gradients
         self.saved, self.most, self.step, self.before = saved, most, step, before
+        self.again, self.held = again, held
+
+    @property
+    def seconds(self) -> float:
+        """The seconds of all passes."""
+        return self.forward + self.again + self.back
 
     def costs(self, remat: bool) -> tuple[float, ...]:
         """Return what a program adds up, or takes the most of: less of all is never worse."""
         kept = self.kept
-        end, held, most = kept + self.gradients, kept + self.saved, kept + self.most
-        if remat:
-            # nothing stays saved, but the calls to come hold it beside theirs
-            return 2 * self.forward + self.back, end, held, most, kept
-        return self.forward + self.back, end, held, most, 0.0
+        end, saved, most = kept + self.gradients, kept + self.saved, kept + self.most
+        # what is computed again is not saved, but the calls to come hold it beside theirs
+        return self.seconds, end, saved, most, kept + self.held if remat else 0.0
 
     def steps(self) -> list[WayStep]:
         """List the steps, the first first."""
@@ -240,7 +257,7 @@ class Holding:
         """Return the bytes of a bucket and of its sum, of gradients that are summed without ZeRO."""
         if not self.bucket or self.axes or self.host:
             return 0.0
-        return 2 * sum(s.nbytes for s in sums if s.axes) / self.pipe
+        return 2 * sum(s.nbytes for s in sums if s.axes and not self.within(s)) / self.pipe
 
     def added(self, leaf: Leaf) -> int:
         """Return the bytes of the sum of micro-batches' gradients, of half precision in fp32."""
@@ -251,10 +268,16 @@ class Holding:
         """Return the sum over all axes that a layout leaves whole, behind the last micro-batch."""
         over = leaf.operand.place.layout.axes
         axes = tuple(a for a, n in self.sizes.items() if n > 1 and a not in over)
-        return GradientSum(number, axes, self.added(leaf))
+        return GradientSum(number, axes, leaf.operand.nbytes)
+
+    def within(self, s: GradientSum) -> bool:
+        """Return whether the call itself sums a gradient."""
+        return s.own is not None and not self.axes and self.micros == 1
 
     def summed(self, s: GradientSum) -> tuple[float, float]:
         """Return bytes and messages of a gradient's sum; with ZeRO its parts' sum and gather."""
+        if s.own and self.within(s):
+            return s.own
         p, passes = math.prod(self.sizes[a] for a in s.axes), 2 + self.host
         return passes * (p - 1) / p * s.nbytes, passes * (p - 1) * self.buckets(s.nbytes)
 
@@ -264,8 +287,8 @@ class Holding:
         The factors are those that ``sl.explain`` counted in steps of GPT-2 on a mesh of 4 x 2.
         """
         if not self.axes:
-            # into a bucket and out of it; a large one is sent as it is
-            return 4 * s.nbytes * (s.nbytes < BUCKET)
+            # into a bucket and out of it; a large one is sent as it is, as one within its call
+            return 4 * s.nbytes * (s.nbytes < BUCKET and not self.within(s))
         p = math.prod(self.sizes[a] for a in s.axes)
         # into a bucket, which is sent in parts; a part is added to those before, and to the state's
         return (3 + 5 / p) * s.nbytes
@@ -288,24 +311,34 @@ class Holding:
 class Search:
     """The best ways through a step's calls on a mesh.
 
-    ``remat``  "" to save what backward reads, "full" to save nothing: the part is run again.
     ``room``   bytes of a rank, see ``undominated``.
+    ``remat``  "" to save what backward reads, "full" to save nothing: the part is run again;
+               "products" to hold the results of products and attention, and compute the rest again.
     """
 
     def __init__(
         self, step: StepCalls, table: Table, candidates: Candidates, rates: Rates, holding: Holding,
-        inputs: Mapping[int, Operand], room: float = 0.0,
+        inputs: Mapping[int, Operand], room: float = 0.0, remat: str = "",
     ) -> None:  # fmt: skip
         self.step, self.table, self.candidates = step, table, candidates
         self.rates, self.holding, self.inputs = rates, holding, inputs
-        self.room = room
+        self.room, self.remat = room, remat
         self.first = {n: call for call in reversed(step.calls) for n in call.reads}
         self.at = {id(c): i for i, c in enumerate(step.calls)}
         self.priced: dict[Hashable, Price] = {}
+        self.policies: dict[str, Search] = {remat: self}
         self.constants = candidates.constants()
 
+    def under(self, remat: str) -> "Search":
+        """Return the search under a policy of remat."""
+        if remat not in self.policies:
+            table = self.table.holding if remat == "products" else self.table
+            given = self.candidates, self.rates, self.holding, self.inputs, self.room
+            self.policies[remat] = Search(self.step, table, *given, remat)
+        return self.policies[remat]
+
     def run(
-        self, calls: Sequence[Call], begin: State, remat: str = "", limit: float = math.inf,
+        self, calls: Sequence[Call], begin: State, limit: float = math.inf,
         ideal: Mapping[Call, tuple[float, float]] | None = None, least: bool = False,
     ) -> dict[State, list[Way]]:  # fmt: skip
         """Return the best ways through these calls from a state, by the state they end in.
@@ -316,44 +349,41 @@ class Search:
         Nothing is returned where a call runs under no layouts, or none within the limit.
         """
         now = {begin: [Way()]}
-        again = 1 + bool(remat)
+        # how often forward's transfers run
+        passes = 1 + (self.remat == "full")
         outer = frozenset(x.root for x in begin.alive)
         pairs = {c: (ideal or {}).get(c, (0.0, 0.0)) for c in calls}
-        alone = {c: again * forward + back for c, (forward, back) in pairs.items()}
+        alone = {c: passes * forward + back for c, (forward, back) in pairs.items()}
         rest = sum(alone.values())
         for call in calls:
             found: dict[State, list[Way]] = defaultdict(list)
             rest -= alone[call]
             for state, ways in now.items():
-                spent = again * ways[0].forward + ways[0].back
-                room = (limit - rest - alone[call] - spent) / again
+                room = (limit - rest - alone[call] - ways[0].seconds) / passes
                 for taken in self._transitions(call, state, outer, room):
-                    longer = self._longer(ways, taken, again, limit - rest)
+                    longer = self._longer(ways, taken, limit - rest)
                     if longer:
                         found[taken.after] += longer
-            how = bool(remat), self.room, least
+            how = bool(self.remat), self.room, least
             best = {s: undominated(ways, *how) for s, ways in found.items()}
-            now = narrowed(best, lambda ways: _least_of(ways, again))
+            now = narrowed(best, _least_of)
         return now
 
-    def _longer(
-        self, ways: Sequence[Way], taken: Transition, again: int, limit: float
-    ) -> list[Way]:
-        """Return the ways with a transition behind them that take at most so many seconds.
-
-        ``again``  how often forward runs.
-        """
+    def _longer(self, ways: Sequence[Way], taken: Transition, limit: float) -> list[Way]:
+        """Return the ways with a transition behind them that take at most so many seconds."""
         price, step = self._price(taken), taken.step
-        own = again * price.forward + price.back
+        again = price.again if self.remat else 0.0
+        own = price.forward + again + price.back
         found = []
         for w in ways:
-            if again * w.forward + w.back + own > limit:
+            if w.seconds + own > limit:
                 # the fastest are first
                 break
             saved = w.saved + taken.saved
             found.append(Way(
                 w.forward + price.forward, w.back + price.back, w.kept + price.kept,
                 w.gradients + price.gradients, saved, max(w.most, saved + taken.meanwhile), step, w,
+                w.again + again, w.held + taken.held,
             ))  # fmt: skip
         return found
 
@@ -392,7 +422,11 @@ class Search:
             gradients = sum(map(self.holding.gradients, choice.values()))
             gradients += self.holding.gathering(self._sums(call, strategy, choice))
             kept = sum(map(self.holding.kept, choice.values()))
-            self.priced[key] = Price(*self._seconds(taken.step, given), kept, gradients)
+            forward, back = self._seconds(taken.step, given)
+            again = forward
+            if strategy.again is not strategy.forward:
+                again = self.holding.passes * self.rates.seconds(strategy.again)
+            self.priced[key] = Price(forward, back, again, kept, gradients)
         return self.priced[key]
 
     def _seconds(self, step: WayStep, given: Mapping[int, Alive]) -> tuple[float, float]:
@@ -401,7 +435,8 @@ class Search:
         work, holding = StepWork(), self.holding
         sums = self._sums(call, strategy, choice)
         if holding.micros > 1:
-            work.touched += 3 * (holding.micros - 1) * sum(s.nbytes for s in sums)
+            added = sum(map(holding.added, choice.values()))
+            work.touched += 3 * (holding.micros - 1) * added
         for s in sums:
             # ZeRO sums the gradient of a parameter of several calls once
             read = given.get(call.reads[s.operand])
@@ -431,7 +466,7 @@ class Search:
 
     def _after(
         self, state: State, have: Mapping[int, Alive], step: WayStep, outer: Collection[int]
-    ) -> tuple[State, float, float]:
+    ) -> tuple[State, float, float, float]:
         """Return the state behind a call, and the bytes that ``Transition`` has."""
         call, strategy, choice = step
         alive = dict(have)
@@ -454,7 +489,8 @@ class Search:
         left.sort(key=lambda x: x.number)
         forward = strategy.most + sum(values.values())
         most = max(forward, strategy.most_back + self._gradients(left))
-        return State(tuple(left), frozenset(saved & {x.root for x in left})), more, most
+        held = strategy.held_beside + sum(alive[n].nbytes for n in step.held)
+        return State(tuple(left), frozenset(saved & {x.root for x in left})), more, most, held
 
     def _gradients(self, alive: Sequence[Alive]) -> int:
         """Return the bytes of the gradients that backward brings to these values."""
@@ -605,9 +641,9 @@ def narrowed(found: dict[State, T], costs: Callable[[T], tuple[float, float]]) -
     return {state: x for state, x in found.items() if state in kept}
 
 
-def _least_of(ways: Sequence[Way], again: int) -> tuple[float, float]:
+def _least_of(ways: Sequence[Way]) -> tuple[float, float]:
     """Return the least seconds of ways, and the least bytes that one holds between the passes."""
-    return again * ways[0].forward + ways[0].back, min(w.kept + w.saved for w in ways)
+    return ways[0].seconds, min(w.kept + w.saved for w in ways)
 
 
 def _least(order: Sequence[int], costs: Sequence[tuple[float, ...]], more: float) -> list[int]:

@@ -7,6 +7,7 @@ step answers with the layouts of its results, what it moves, computes, saves and
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -15,12 +16,14 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from shardlib.collectives import Event, trace
 from shardlib.cost import Cost
+from shardlib.dtypes import is_half
 from shardlib.errors import NoImplementation, ShardError
 from shardlib.mesh import Axes, Mesh, bind, within
 from shardlib.ops.registry import Match
 from shardlib.opspec import Args, Func, Kwargs
 from shardlib.planning.calls import Call, StepCalls, writes
 from shardlib.planning.work import Meter, StepWork
+from shardlib.recompute import Kept
 from shardlib.tensor import Place, ShardedTensor
 
 _REFUSED = ShardError, RuntimeError, TypeError, ValueError, IndexError
@@ -66,11 +69,16 @@ def operand_of(x: ShardedTensor) -> Operand:
 
 
 class GradientSum(NamedTuple):
-    """The sum over mesh axes of a parameter's gradient, which others share: bytes of the block."""
+    """The sum over mesh axes of a parameter's gradient: bytes of the block.
+
+    ``own``  bytes and messages of the sum within the call, of half precision before it is rounded;
+             with ZeRO or micro-batches it is not done there.  None: it is summed with others.
+    """
 
     operand: int
     axes: Axes
     nbytes: int
+    own: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,6 +92,8 @@ class CallStrategy:
     ``most``    bytes that forward needs meanwhile beside results and saved ones; ``most_back`` those
                 of backward, with the gradients that it makes.
     ``sums``    sums of gradients of parameters, which ``backward`` does not contain.
+    ``again``   what forward does where it is computed again, before backward.
+    ``held``    numbers of results that are held until then, and ``held_beside`` further bytes.
     """
 
     outs: tuple[Operand, ...]
@@ -95,10 +105,17 @@ class CallStrategy:
     most: int
     most_back: int
     sums: tuple[GradientSum, ...]
+    again: StepWork
+    held: frozenset[int] = frozenset()
+    held_beside: int = 0
 
 
 class Table:
     """Strategies of the calls of a step on a mesh, each found once.
+
+    ``without``  the table of the same step and mesh of which this one differs: here results of
+                 products and attention are held, and not computed again before backward.
+                 All else is as there.
 
     >>> import shardlib as sl
     >>> from shardlib.planning.calls import calls_of
@@ -111,15 +128,24 @@ class Table:
     ('. x', {'x': (48.0, 1.0)})
     """
 
-    def __init__(self, step: StepCalls, mesh: Mesh) -> None:
-        self.step, self.mesh = step, mesh
+    def __init__(self, step: StepCalls, mesh: Mesh, without: "Table | None" = None) -> None:
+        self.step, self.mesh, self.without = step, mesh, without
         self.known: dict[tuple[Hashable, tuple[Operand, ...]], CallStrategy | str] = {}
         # of the ways of a search: what does not depend on ZeRO
         self.offers: dict[Any, list[Any]] = {}
         self.transitions: dict[Any, dict[Any, Any]] = {}
+        # keys of calls that have no such results
+        self.alike: set[Hashable] = set()
+
+    @cached_property
+    def holding(self) -> "Table":
+        """The table in which results of products and attention are held."""
+        return Table(self.step, self.mesh, self)
 
     def ask(self, call: Call, operands: Sequence[Operand]) -> CallStrategy | str:
         """Return the strategy of a call of such operands, or why there is none."""
+        if self.without is not None and call.key in self.alike:
+            return self.without.ask(call, operands)
         key = call.key, tuple(operands)
         if key not in self.known:
             self.known[key] = self._run(call, operands)
@@ -153,6 +179,9 @@ class Table:
         return None
 
     def _run(self, call: Call, operands: Sequence[Operand]) -> CallStrategy | str:
+        known = None if self.without is None else self.without.ask(call, operands)
+        if isinstance(known, str):
+            return known
         with bind(self.mesh), trace() as t:
             given = [o.made() for o in operands]
             sums = _SumSizes({
@@ -161,7 +190,12 @@ class Table:
             try:
                 on_shapes = _CallOnShapes(call, given, sums, t.events)
                 with within(promoting=True, repeats=on_shapes):
-                    return on_shapes.strategy()
+                    if known is None:
+                        return on_shapes.strategy()
+                    found = on_shapes.holding(known)
+                    if found is known:
+                        self.alike.add(call.key)
+                    return found
             except ShardError as e:
                 return e.message
             except _REFUSED as e:
@@ -195,6 +229,7 @@ class _SumSizes:
 
     def __init__(self, parameters: Mapping[int, ShardedTensor]) -> None:
         self.found: list[GradientSum] = []
+        self.parameters = parameters
         for i, x in parameters.items():
             x.raw.together = self, i
 
@@ -210,6 +245,44 @@ class _SumSizes:
         """End a sum that was begun elsewhere: its transfer counts to the call."""
         wait()
 
+    def within(self, events: Sequence[Event]) -> list[Event]:
+        """Take the sums that a product did of gradients in half precision; return the other events.
+
+        They are over axes that split none of the call's parameters, over which nothing else is summed.
+        """
+        taken = {s.operand for s in self.found}
+        half = {
+            i: x.raw.nbytes for i, x in self.parameters.items()
+            if i not in taken and x.raw.requires_grad and is_half(x.raw)
+        }  # fmt: skip
+        split = {a for x in self.parameters.values() for a in x.sharding.axes}
+        sums = [e for e in events if e.kind == "psum" and not split & {*e.axis.split()}]
+        if not (half and sums):
+            return [*events]
+        nbytes, messages = sum(float(e.bytes) for e in sums), sum(e.messages for e in sums)
+        for i, own in half.items():
+            share = own / sum(half.values())
+            axes = tuple(sums[0].axis.split())
+            self.found.append(GradientSum(i, axes, own, (share * nbytes, share * messages)))
+        return [e for e in events if e not in sums]
+
+
+class _Forward(NamedTuple):
+    """A call's forward on shapes: its results, and bytes by memory.
+
+    ``owners``  memory -> number of the operand or result, as ``CallStrategy.saved`` has them.
+    ``shares``, ``saved``  as ``CallStrategy`` has them.
+    ``beside``  bytes saved that are of no operand and no result; ``own`` those of the results.
+    """
+
+    results: list[ShardedTensor]
+    owners: Mapping[int, int]
+    shares: tuple[int, ...]
+    saved: frozenset[int]
+    beside: Mapping[int, int]
+    own: Mapping[int, int]
+    peak: int
+
 
 class _CallOnShapes:
     """A call on shapes: forward, what it saved, and backward."""
@@ -222,16 +295,46 @@ class _CallOnShapes:
 
     def strategy(self) -> CallStrategy:
         """Run both passes."""
-        leaves, operands = [x.raw for x in self.given], [*self.given]
-        if writes(self.call.func) and leaves[0].requires_grad:
+        forward, backward = StepWork(), StepWork()
+        run = self._forward(forward)
+        most = max(run.peak - sum(run.own.values()) - sum(run.beside.values()), 0)
+        outs = tuple(map(operand_of, run.results))
+        most_back = self._back(backward, [x.raw for x in self.given], [x.raw for x in run.results])
+        return CallStrategy(
+            outs, forward, backward, run.saved, sum(run.beside.values()), run.shares, most, most_back,
+            tuple(self.sums.found), forward,
+        )  # fmt: skip
+
+    def holding(self, known: CallStrategy) -> CallStrategy:
+        """Run forward twice, in a region that holds results; return what was known where none is."""
+        region, again = Kept(), StepWork()
+        with within(region=region):
+            region.begin()
+            self._forward(StepWork())
+            kept = [x for results, _ in region.results for x in results if isinstance(x, Tensor)]
+            if not kept:
+                return known
+            region.begin()
+            run = self._forward(again)
+        held = {_memory(x): x.untyped_storage().nbytes() for x in kept}
+        return replace(
+            known, saved=run.saved, beside=sum(run.beside.values()), shares=run.shares, again=again,
+            held=frozenset(run.owners[m] for m in held if run.owners.get(m, 0) < 0),
+            held_beside=sum(n for m, n in held.items() if m not in run.owners),
+        )  # fmt: skip
+
+    def _forward(self, work: StepWork) -> "_Forward":
+        """Run forward."""
+        operands = [*self.given]
+        if writes(self.call.func) and operands[0].raw.requires_grad:
             # a leaf that has a gradient cannot be written to
-            operands[0] = ShardedTensor(leaves[0].clone(), operands[0].place)
+            operands[0] = ShardedTensor(operands[0].raw.clone(), operands[0].place)
         raws = [x.raw for x in operands]
         packed: list[Tensor] = []
-        forward, backward = self.work, StepWork()
-        with Meter(forward, raws) as meter, saved_tensors_hooks(_keeping(packed), lambda x: x):
+        self.work, before = work, len(self.events)
+        with Meter(work, raws) as meter, saved_tensors_hooks(_keeping(packed), lambda x: x):
             results = self.call.run(operands)
-        forward.add(self.events)
+        work.add(self.events[before:])
         owners = {_memory(x.raw): -1 - j for j, x in reversed(list(enumerate(results)))}
         owners |= {_memory(raw): i for i, raw in enumerate(raws)}
         shares = tuple(max(owners[_memory(x.raw)], -1) for x in results)
@@ -243,14 +346,7 @@ class _CallOnShapes:
             for x, operand in zip(results, shares, strict=True)
             if operand < 0
         }
-        most = max(meter.peak - sum(own.values()) - sum(beside.values()), 0)
-        packed.clear()
-        outs = tuple(map(operand_of, results))
-        most_back = self._back(backward, leaves, [x.raw for x in results])
-        return CallStrategy(
-            outs, forward, backward, saved, sum(beside.values()), shares, most, most_back,
-            tuple(self.sums.found),
-        )  # fmt: skip
+        return _Forward(results, owners, shares, saved, beside, own, meter.peak)
 
     def times(self, more: int) -> Callable[[], None]:
         """Begin a step of a loop; the function that ends it counts as many more equal ones."""
@@ -275,7 +371,7 @@ class _CallOnShapes:
         before, self.work = len(self.events), work
         with Meter(work, [*raws, *ends, *gradients]) as meter:
             torch.autograd.grad(ends, starts, gradients, allow_unused=True)
-        work.add(self.events[before:])
+        work.add(self.sums.within(self.events[before:]))
         return meter.peak
 
 

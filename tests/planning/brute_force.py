@@ -203,7 +203,11 @@ class At(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """What a way through a part of a step takes, as ``Column`` has it, and the pass forward alone."""
+    """What a way through a part of a step takes, as ``Column`` has it, and its passes alone.
+
+    ``again``  seconds of forward before backward, where only products and attention are held, of
+               ``held`` bytes, as the results ``numbers``.
+    """
 
     forward: float = 0.0
     back: float = 0.0
@@ -211,6 +215,9 @@ class Cost(NamedTuple):
     gradients: float = 0.0
     saved: float = 0.0
     most: float = 0.0
+    again: float = 0.0
+    held: float = 0.0
+    numbers: frozenset[int] = frozenset()
 
 
 class Every:
@@ -218,6 +225,7 @@ class Every:
 
     def __init__(self, study: Study, setting: Setting) -> None:
         self.study, self.search, self.step = study, setting.search, study.step
+        self.plain = setting.search
         self.holding = setting.holding
         self.steps = 0
         self.offers: dict[Any, Any] = {}
@@ -230,10 +238,11 @@ class Every:
             alive.append((n, Alive(replace(operand, trained=stacked), n, operand.nbytes)))
         return At(tuple(alive), frozenset())
 
-    def ways(self, calls: Sequence[Call], begin: At) -> dict[At, set[Cost]]:
+    def ways(self, calls: Sequence[Call], begin: At, remat: str = "") -> dict[At, set[Cost]]:
         """Return what each way through these calls takes, by the state that it ends in."""
         outer = {x.root for _, x in begin.alive}
         found: dict[At, set[Cost]] = defaultdict(set)
+        self.search = self.plain.under(remat)
         self._longer(calls, 0, begin, Cost(), outer, found)
         return found
 
@@ -256,7 +265,7 @@ class Every:
             self._longer(calls, at + 1, after, own, outer, found)
 
     def _offered(self, call: Call, given: Mapping[int, Operand]) -> Any:
-        key = call, tuple(given.items())
+        key = call, self.search.remat, tuple(given.items())
         if key not in self.offers:
             offers = self.search._offers(call, given)
             steps = [s for offer in offers for s in self.search._steps(call, offer)]
@@ -273,7 +282,8 @@ class Every:
         if holding.micros > 1:
             # gradients of micro-batches are added up, and summed over ranks once
             sums = [holding.once(call.reads.index(i), leaf) for i, leaf in choice.items()]
-            late.touched += 3 * (holding.micros - 1) * sum(s.nbytes for s in sums)
+            added = sum(map(holding.added, choice.values()))
+            late.touched += 3 * (holding.micros - 1) * added
         for s in sums:
             number = call.reads[s.operand]
             before = have[number].summed if number in have else frozenset()
@@ -328,11 +338,14 @@ class Every:
             x.operand.nbytes for n, x in left.items()
             if n not in self.step.parameters and x.operand.trained and _is_number(x)
         )  # fmt: skip
-        held = cost.saved + more
+        saves = cost.saved + more
+        results = frozenset(call.gives[-1 - k] for k in strategy.held)
+        held = cost.held + strategy.held_beside + sum(have[n].nbytes for n in results)
+        again = cost.again + holding.passes * rates.seconds(strategy.again)
         meanwhile = max(strategy.most + sum(values.values()), strategy.most_back + coming)
         new = Cost(
-            forward, cost.back + back, cost.kept + kept, cost.gradients + gradients, held,
-            max(cost.most, held + meanwhile),
+            forward, cost.back + back, cost.kept + kept, cost.gradients + gradients, saves,
+            max(cost.most, saves + meanwhile), again, held, cost.numbers | results,
         )  # fmt: skip
         alive = tuple(sorted(left.items(), key=lambda nx: nx[0]))
         return At(alive, frozenset(saved) & {x.root for x in left.values()}), new
@@ -379,16 +392,25 @@ class Every:
                 continue
             for c in costs:
                 held[end].append(self._of_layer(c, c.forward + c.back, c.saved))
-            if layers > 1:
-                again = end._replace(saved=end.saved & begin.saved)
+        for remat in ("full", "products") if layers > 1 else ():
+            for end, costs in (
+                ways if remat == "full" else self.ways(part.calls, begin, remat)
+            ).items():
+                if not _goes_on(begin, end):
+                    continue
                 left = {x.root for _, x in end.alive}
                 border = {
                     x.root: x.nbytes for _, x in begin.alive
                     if _is_number(x) and x.root not in left and x.root not in begin.saved
                 }  # fmt: skip
                 for c in costs:
-                    seconds = 2 * c.forward + c.back
-                    held[again].append(self._of_layer(c, seconds, sum(border.values())))
+                    again, own, numbers = c.forward, 0.0, frozenset[int]()
+                    if remat == "products":
+                        again, own, numbers = c.again, c.held, c.numbers
+                    after = end._replace(saved=(end.saved & begin.saved) | (numbers & left))
+                    kept = own + sum(border.values())
+                    seconds = c.forward + again + c.back
+                    held[after].append(self._of_layer(c, seconds, kept))
         for end, own in held.items():
             own = sorted(set(own))
             if math.comb(len(own) + layers - 1, layers) > STEPS // 4:
