@@ -565,7 +565,8 @@ SPAN = 1 << 16
 def spans(*rows: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
     """Yield chunks of ``SPAN`` elements of parallel lists of tensors, as views: writes change them.
 
-    Tensors that are not contiguous are cut into slices of their first dimension.
+    Tensors that are not contiguous are cut into slices of their first dimension.  On the meta device,
+    where equal chunks do the same, the first and the last are yielded.
 
     >>> [x.shape[0] for (x,) in spans([torch.ones(2, SPAN // 2), torch.ones(3)])]
     [65536, 3]
@@ -576,8 +577,12 @@ def spans(*rows: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
             flat, n = [t.view(-1) for t in row], SPAN
         else:
             flat, n = list(row), max(SPAN * first.shape[0] // max(first.numel(), 1), 1)
-        if len(flat[0]) <= n:
+        size = len(flat[0])
+        if size <= n:
             yield tuple(flat)
+        elif first.is_meta:
+            for some in slice(n), slice((size - 1) // n * n, None):
+                yield tuple(t[some] for t in flat)
         else:
             yield from zip(*(t.split(n) for t in flat), strict=True)
 

@@ -51,6 +51,9 @@ from shardlib.planning.work import StepWork
 NEAR = 1.05
 """Share of the best plan's seconds to which a program may think that a plan takes."""
 
+SURE = 0.01
+"""Share by which plans of one step differ from what a program thought, more than one of them does."""
+
 GAP = 1e-3
 """Share of its seconds by which a program's plan may be slower than its best: to prove less takes long."""
 
@@ -133,6 +136,8 @@ class Study:
         self.free: Solution | None = None
         # bytes that a plan took more than a program thought
         self.missing = 0.0
+        # seconds of plans over those that a program thought
+        self.shares: list[float] = []
         # figures of the solutions that were explained -> the bytes that they took
         self.judged: dict[Any, int] = {}
         # name of a setting -> its seconds in any memory
@@ -242,12 +247,13 @@ class Study:
                 continue
             columns, solution = self._solved(setting, bound, bounded)
             if solution is not None:
-                seconds = max(solution.seconds, self._moving(solution, setting.holding))
+                seconds = self._seconds(solution, setting.holding)
                 bound = min(bound, seconds) if bounded else bound
                 found.append((seconds, len(found), setting, columns, solution))
         self.thought = min([self.thought, *(f[0] for f in found)])
         for seconds, _, setting, columns, solution in sorted(found, key=_order):
-            if best is not None and best.peak <= room and seconds >= NEAR * best.seconds:
+            # a plan takes about the share of what a program thought that others took
+            if best is not None and best.peak <= room and self.share * seconds >= best.seconds:
                 break
             best = self.planned(setting, columns, solution, best)
         return best
@@ -292,12 +298,23 @@ class Study:
         # a program thinks that a plan takes at most NEAR less than it does, or more
         yield NEAR * NEAR * bound
 
-    def _moving(self, found: Solution, holding: Holding) -> float:
-        """Return the seconds of the link to the host, at the least: 2 L - C of L parts, of which C stay."""
+    def _seconds(self, found: Solution, holding: Holding) -> float:
+        """Return the seconds that a program thinks, or of the link to the host where these are more.
+
+        These are at the least of 2 L - C bytes of L parts, of which C stay.
+        """
         if not holding.host:
-            return 0.0
+            return found.seconds
         parts = sum(n * holding.loaded(c.way[0].choices()) for c, n in found.counts) / holding.pipe
-        return holding.micros * max(parts, 2 * parts - self.asked.room) / self.cluster.host
+        moved = holding.micros * max(parts, 2 * parts - self.asked.room)
+        return max(found.seconds, moved / self.cluster.host)
+
+    @property
+    def share(self) -> float:
+        """The share of the seconds that a program thinks that a plan takes at the least."""
+        if not self.shares:
+            return 1 / NEAR
+        return min(1.0, *self.shares) - SURE
 
     @property
     def enough(self) -> bool:
@@ -366,6 +383,7 @@ class Study:
                 if made is None:
                     break
                 took = self.judged[figures] = made.peak
+                self.shares.append(made.seconds / self._seconds(found, setting.holding))
                 if better := made.better(best, room):
                     best = made
             if took <= room and found.peak <= NEAR * took:
