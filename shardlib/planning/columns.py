@@ -76,7 +76,9 @@ def _column(
     part: int, states: tuple[Any, Any], way: Way, remat: str, kept: int | None, holding: Holding
 ) -> Column:
     """Return the column of a way; ``kept`` is what it saves of what it reads where it is run again."""
-    saved = way.saved if kept is None else kept + way.held
+    saved = way.saved
+    if kept is not None:
+        saved = kept + way.held
     held = holding.flying * saved
     # while it runs it holds as much beside what it saved as it would in a pipeline of one stage
     most = way.most - saved + held

@@ -414,15 +414,15 @@ class Study:
 
         ``limit``  seconds that a step takes at most; ``remat``  whether layers may be computed again.
         """
-        policies = self._policies if remat else lambda _: ("",)
+        policies = partial(self._policies, remat=remat)
         begin = self._begin(search)
         return columns_of(self.parts, search, begin, self.alone, policies, limit, least)
 
-    def _policies(self, part: Part) -> tuple[str, ...]:
+    def _policies(self, part: Part, remat: bool) -> tuple[str, ...]:
         """Return the policies of remat to weigh: layers may be computed again, what is around them not."""
         module: Any = type(self.small.get_submodule(part.path))
         runs = part.path and module.forward is not nn.Module.forward
-        return ("", "products", "full") if self.asked.remat and runs else ("",)
+        return ("", "products", "full") if remat and self.asked.remat and runs else ("",)
 
     def _alone(self) -> dict[Call, tuple[float, float]]:
         """Return the seconds of both passes of each call on one rank."""

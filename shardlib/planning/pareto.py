@@ -12,7 +12,7 @@ those are left out that differ from another by a share GRAIN of the memory.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
@@ -40,16 +40,12 @@ STATES = 128
 
 
 class Alive(NamedTuple):
-    """A value that later calls read; ``root``: the value whose memory it shares, of ``nbytes``.
-
-    ``summed``  axes over which the gradient of this parameter is summed for an earlier call.
-    """
+    """A value that later calls read; ``root``: the value whose memory it shares, of ``nbytes``."""
 
     number: int
     operand: Operand
     root: int
     nbytes: int
-    summed: frozenset[str] = frozenset()
 
     @property
     def counts(self) -> bool:
@@ -162,7 +158,7 @@ class Way:
         kept = self.kept
         end, saved, most = kept + self.gradients, kept + self.saved, kept + self.most
         # what is computed again is not saved, but the calls to come hold it beside theirs
-        return self.seconds, end, saved, most, kept + self.held if remat else 0.0
+        return self.seconds, end, saved, most, remat * (kept + self.held)
 
     def steps(self) -> list[WayStep]:
         """List the steps, the first first."""
@@ -227,10 +223,17 @@ class Holding:
         """Bytes saved of all micro-batches in flight over those of one."""
         return min(self.micros, self.pipe) / self.pipe
 
+    def over(self, operand: Operand) -> Axes:
+        """Return the axes over which ZeRO splits a parameter: those that its layout leaves whole."""
+        return tuple(a for a in self.axes if a not in operand.place.layout.axes)
+
+    def ways(self, axes: Iterable[str]) -> int:
+        """Return the number of ranks along axes."""
+        return math.prod(self.sizes[a] for a in axes)
+
     def parts(self, leaf: Leaf) -> int:
         """Return the number of ranks among which a parameter's state is split."""
-        over = leaf.operand.place.layout.axes
-        return math.prod(self.sizes[a] for a in self.axes if a not in over)
+        return self.ways(self.over(leaf.operand))
 
     def gradients(self, leaf: Leaf) -> float:
         """Return the bytes of a parameter's gradient at the end of backward."""
@@ -274,34 +277,34 @@ class Holding:
         """Return whether the call itself sums a gradient."""
         return s.own is not None and not self.axes and self.micros == 1
 
-    def summed(self, s: GradientSum) -> tuple[float, float]:
-        """Return bytes and messages of a gradient's sum; with ZeRO its parts' sum and gather."""
-        if s.own and self.within(s):
-            return s.own
-        p, passes = math.prod(self.sizes[a] for a in s.axes), 2 + self.host
-        return passes * (p - 1) / p * s.nbytes, passes * (p - 1) * self.buckets(s.nbytes)
-
-    def copied(self, s: GradientSum) -> float:
-        """Return the bytes read and written to sum a gradient together with others.
+    def summed(self, s: GradientSum, over: Axes = ()) -> StepWork:
+        """Return the work of a gradient's sum, of its parts where ZeRO sums it over some axes.
 
         The factors are those that ``sl.explain`` counted in steps of GPT-2 on a mesh of 4 x 2.
         """
-        if not self.axes:
-            # into a bucket and out of it; a large one is sent as it is, as one within its call
-            return 4 * s.nbytes * (s.nbytes < BUCKET and not self.within(s))
-        p = math.prod(self.sizes[a] for a in s.axes)
-        # into a bucket, which is sent in parts; a part is added to those before, and to the state's
-        return (3 + 5 / p) * s.nbytes
+        work, axes = StepWork(), tuple(a for a in s.axes if a not in over)
+        if s.own and self.within(s):
+            work.receive(axes, *s.own)
+        elif axes:
+            p, nbytes = self.ways(axes), s.nbytes / self.ways(over)
+            work.receive(axes, 2 * (p - 1) / p * nbytes, 2 * (p - 1) * self.buckets(nbytes))
+            # into a bucket and out of it; a large one is sent as it is
+            work.touched += 4 * nbytes * (nbytes < BUCKET)
+        return work
 
-    def gathered(self, leaf: Leaf, summed: Collection[str]) -> tuple[Axes, float, float]:
-        """Return the axes over which a parameter is gathered, where no sum is.
+    def reduced(self, leaf: Leaf) -> StepWork:
+        """Return the work of ZeRO for a parameter: the sum of its gradient's parts, and its gather.
 
-        That is after the update; at stage 3 for either pass.
+        It is gathered after the update; at stage 3 for either pass.
         """
-        done = {*leaf.operand.place.layout.axes, *summed}
-        axes = tuple(a for a in self.axes if a not in done)
-        p, nbytes = math.prod(self.sizes[a] for a in axes), (1 + self.host) * leaf.operand.nbytes
-        return axes, (p - 1) / p * nbytes, (p - 1) * self.buckets(nbytes)
+        work, axes = StepWork(), self.over(leaf.operand)
+        if axes:
+            p, nbytes, passes = self.ways(axes), leaf.operand.nbytes, 2 + self.host
+            messages = passes * (p - 1) * self.buckets(nbytes)
+            work.receive(axes, passes * (p - 1) / p * nbytes, messages)
+            # into a bucket, which is sent in parts; a part is added to those before, and to the state's
+            work.touched += (3 + 5 / p) * nbytes
+        return work
 
     def loaded(self, choice: Choice) -> float:
         """Return the bytes of a rank's parts of parameters."""
@@ -325,14 +328,16 @@ class Search:
         self.room, self.remat = room, remat
         self.first = {n: call for call in reversed(step.calls) for n in call.reads}
         self.at = {id(c): i for i, c in enumerate(step.calls)}
-        self.priced: dict[Hashable, Price] = {}
+        self.priced: dict[int, Price] = {}
         self.policies: dict[str, Search] = {remat: self}
         self.constants = candidates.constants()
 
     def under(self, remat: str) -> "Search":
         """Return the search under a policy of remat."""
         if remat not in self.policies:
-            table = self.table.holding if remat == "products" else self.table
+            table = self.table
+            if remat == "products":
+                table = table.holding
             given = self.candidates, self.rates, self.holding, self.inputs, self.room
             self.policies[remat] = Search(self.step, table, *given, remat)
         return self.policies[remat]
@@ -372,8 +377,7 @@ class Search:
     def _longer(self, ways: Sequence[Way], taken: Transition, limit: float) -> list[Way]:
         """Return the ways with a transition behind them that take at most so many seconds."""
         price, step = self._price(taken), taken.step
-        again = price.again if self.remat else 0.0
-        own = price.forward + again + price.back
+        own = price.forward + price.again + price.back
         found = []
         for w in ways:
             if w.seconds + own > limit:
@@ -383,7 +387,7 @@ class Search:
             found.append(Way(
                 w.forward + price.forward, w.back + price.back, w.kept + price.kept,
                 w.gradients + price.gradients, saved, max(w.most, saved + taken.meanwhile), step, w,
-                w.again + again, w.held + taken.held,
+                w.again + price.again, w.held + taken.held,
             ))  # fmt: skip
         return found
 
@@ -414,17 +418,15 @@ class Search:
 
     def _price(self, taken: Transition) -> Price:
         """Return what a step costs, found once for the parameters whose gradients are summed before."""
-        given = taken.given
-        summed = tuple(x.summed for x in given.values()) if self.holding.axes else ()
-        key = id(taken.step), summed
+        given, key = taken.given, id(taken.step)
         if key not in self.priced:
             call, strategy, choice = taken.step
             gradients = sum(map(self.holding.gradients, choice.values()))
             gradients += self.holding.gathering(self._sums(call, strategy, choice))
             kept = sum(map(self.holding.kept, choice.values()))
             forward, back = self._seconds(taken.step, given)
-            again = forward
-            if strategy.again is not strategy.forward:
+            again = 0.0
+            if self.remat:
                 again = self.holding.passes * self.rates.seconds(strategy.again)
             self.priced[key] = Price(forward, back, again, kept, gradients)
         return self.priced[key]
@@ -438,20 +440,15 @@ class Search:
             added = sum(map(holding.added, choice.values()))
             work.touched += 3 * (holding.micros - 1) * added
         for s in sums:
-            # ZeRO sums the gradient of a parameter of several calls once
-            read = given.get(call.reads[s.operand])
-            if s.axes and not (holding.axes and read and read.summed >= {*s.axes}):
-                work.receive(s.axes, *holding.summed(s))
-                work.touched += holding.copied(s)
+            r = call.reads[s.operand]
+            operand = choice[r].operand if r in choice else given[r].operand
+            work.join(holding.summed(s, holding.over(operand)))
+        for leaf in choice.values():
+            work.join(holding.reduced(leaf))
         for r in call.reads:
             # the gradients of several calls are added
             if self.first[r] is not call and given[r].operand.trained:
                 work.touched += 3 * holding.micros * given[r].operand.nbytes
-        for i, leaf in choice.items():
-            summed = {a for s in sums if call.reads[s.operand] == i for a in s.axes}
-            axes, nbytes, messages = holding.gathered(leaf, summed)
-            if axes:
-                work.receive(axes, nbytes, messages)
         late = self.rates.seconds(work) / holding.pipe
         if holding.host:
             # each micro-batch gathers, and sends its gradients to the host
@@ -473,9 +470,6 @@ class Search:
         for r in call.reads:
             if r not in alive:
                 alive[r] = self._leaf(r, choice)
-        for s in strategy.sums:
-            x = alive[call.reads[s.operand]]
-            alive[x.number] = x._replace(summed=x.summed | {*s.axes})
         saved, more = set(state.saved), float(strategy.beside)
         alive |= {x.number: x for x in _results(call, strategy, alive)}
         for x in _saved(call, strategy, alive):

@@ -179,7 +179,9 @@ class Table:
         return None
 
     def _run(self, call: Call, operands: Sequence[Operand]) -> CallStrategy | str:
-        known = None if self.without is None else self.without.ask(call, operands)
+        known: CallStrategy | str | None = None
+        if self.without is not None:
+            known = self.without.ask(call, operands)
         if isinstance(known, str):
             return known
         with bind(self.mesh), trace() as t:

@@ -192,7 +192,6 @@ class Alive(NamedTuple):
     operand: Operand
     root: int
     nbytes: int
-    summed: frozenset[str] = frozenset()
 
 
 class At(NamedTuple):
@@ -284,22 +283,16 @@ class Every:
             sums = [holding.once(call.reads.index(i), leaf) for i, leaf in choice.items()]
             added = sum(map(holding.added, choice.values()))
             late.touched += 3 * (holding.micros - 1) * added
+        operands = {n: x.operand for n, x in have.items()} | leaves
         for s in sums:
-            number = call.reads[s.operand]
-            before = have[number].summed if number in have else frozenset()
-            if s.axes and not (holding.axes and number in have and {*s.axes} <= before):
-                late.receive(s.axes, *holding.summed(s))
-                late.touched += holding.copied(s)
+            late.join(holding.summed(s, holding.over(operands[call.reads[s.operand]])))
         readers = {n: [c for c in self.step.calls if n in c.reads] for n in call.reads}
         for n in call.reads:
             if readers[n][0] is not call and have[n].operand.trained:
                 late.touched += 3 * holding.micros * have[n].operand.nbytes
         gradients = kept = 0.0
-        for i, leaf in choice.items():
-            over = {a for s in sums if call.reads[s.operand] == i for a in s.axes}
-            axes, nbytes, messages = holding.gathered(leaf, over)
-            if axes:
-                late.receive(axes, nbytes, messages)
+        for leaf in choice.values():
+            late.join(holding.reduced(leaf))
             kept += holding.kept(leaf)
             gradients += holding.gradients(leaf)
         gradients += holding.gathering(sums)
@@ -313,9 +306,6 @@ class Every:
             if n not in have:
                 operand = leaves.get(n) or self.search.inputs.get(n) or self.search.constants[n]
                 have[n] = Alive(operand, n, operand.nbytes)
-        for s in strategy.sums:
-            n = call.reads[s.operand]
-            have[n] = have[n]._replace(summed=have[n].summed | {*s.axes})
         for j, n in enumerate(call.gives):
             shared = strategy.shares[j]
             if shared < 0:

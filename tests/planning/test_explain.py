@@ -511,3 +511,22 @@ def test_experts_take_on_paper_what_they_take_with_even_routing(pool: Any) -> No
     for found in pool.run(steps_of_experts, data=2, x=2):
         wrong = [x for x in found if abs(x[2] / x[1] - 1) > 0.01]
         assert not wrong, wrong
+
+
+def test_products_whose_layouts_depend_on_the_rows_are_explained_in_micro_batches() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(32, 16), torch.nn.Linear(16, 32)).double()
+    rules = [("0.weight", "a b"), ("0.bias", "a"), ("1.weight", "b a"), ("1.bias", "b")]
+    x = torch.zeros(8, 8, 32, dtype=torch.float64)
+    with sl.record(a=4, b=2):
+        apply, params = sl.parallelize(model, rules)
+        given = sl.shard(x.to("meta"), "...")
+        # of all eight rows the first product moves others, and the last bias lies elsewhere
+        with pytest.raises(sl.errors.ImplicitCommunication):
+            sl.explain(lambda p, v: apply(p, v).sum(), params, given)
+        found = sl.explain(lambda p, v: apply(p, v).sum(), params, given, microbatches=2)
+    with sl.simulate(a=4, b=2):
+        apply, params = sl.parallelize(model, rules)
+        step = sl.value_and_grad(lambda p, v: apply(p, v).sum(), microbatches=2)
+        with sl.trace() as moved:
+            step(params, sl.shard(x, "..."))
+    assert sum(n for n, _ in found.work.along.values()) == float(moved.bytes)

@@ -56,6 +56,27 @@ IDS = torch.arange(8 * 16).reshape(8, 16) % 64
 GIVEN = (IDS, IDS.roll(-1, 1))
 
 
+@pytest.mark.parametrize("micros", [1, 4])
+def test_sums_in_half_precision_are_counted_where_they_are_done(micros: int) -> None:
+    layers = [layer for _ in range(3) for layer in (nn.Linear(64, 64), nn.GELU())]
+    model = nn.Sequential(*layers, nn.Linear(64, 1)).bfloat16()
+    batch = (torch.empty(32, 64, dtype=torch.bfloat16),)
+    mean: Any = lambda apply, params, x: apply(params, x).mean()  # noqa: E731
+    # bytes are all that takes time
+    links = sl.planning.Cluster(1e12, 1e18, 1, between=sl.planning.Link(0, 1e-6), bandwidth=1e18)
+    axes = {"a": 4}
+    asked = Question(model, batch, mean, sl.optim.sgd(0.1), links, 1e12, 4, axes, micros=micros)
+    study, seen = Study(asked, micros), set()
+    for setting in study.settings():
+        found = solve(study.columns(setting.search, remat=False), study.counts)
+        assert found is not None
+        made = study.explained(found, setting)
+        assert made is not None and made.seconds > 0
+        assert found.seconds == pytest.approx(made.seconds, rel=0.03, abs=1e-4)
+        seen.add((setting.batch, setting.holding.stage))
+    assert seen == {("a", 0), ("a", 2), (".", 0), (".", 2)}
+
+
 @pytest.mark.parametrize("mesh", [{"a": 2}])
 def test_what_calls_cost_adds_up_to_the_explanation_of_the_step(mesh: dict[str, int]) -> None:
     asked = Question(Words(), GIVEN, loss, sl.optim.adamw(0.01), CLUSTER, 1e12, 2, mesh)
@@ -87,8 +108,8 @@ def test_what_calls_cost_adds_up_to_the_explanation_of_the_step(mesh: dict[str, 
                         read = step.call.reads[s.operand]
                         if (read, s.axes) not in seen:
                             seen.add((read, s.axes))
-                            sent, axes = setting.holding.summed(s)[0], " ".join(s.axes)
-                            along[axes] = along.get(axes, 0.0) + n * sent
+                            for axes, (sent, _) in setting.holding.summed(s).along.items():
+                                along[axes] = along.get(axes, 0.0) + n * sent
             # the last product of a layer is not computed again, nor what it moves
             exact = not any(column.way[1] for column, _ in found.counts)
             if exact:

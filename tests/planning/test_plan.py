@@ -344,6 +344,19 @@ def test_what_does_not_fit_whole_fits_in_micro_batches() -> None:
     assert sl.plan(model, many, microbatches=4, **how).microbatches == 4
 
 
+def test_where_little_memory_is_missing_results_of_products_are_held() -> None:
+    torch.manual_seed(0)
+    model, many = Words(3).double(), tuple(x.repeat(4, 1) for x in GIVEN)
+    how: dict[str, Any] = {"mesh": {"a": 2}, "cluster": CLUSTER, "loss": loss, "microbatches": 1}
+    free = sl.plan(model, many, memory=1e9, **how)
+    found, less = (sl.plan(model, many, memory=x * free.peak, **how) for x in (0.9, 0.7))
+    assert not free.remat and {policy for _, policy in found.remat} == {"products"}
+    assert {policy for _, policy in less.remat} == {"full"}
+    assert free.seconds < found.seconds < less.seconds and found.peak <= 0.9 * free.peak
+    want = losses({"a": 1}, model, None, many)
+    assert losses(found.mesh, model, found, many) == pytest.approx(want, abs=1e-12)
+
+
 def test_behind_slow_links_layers_are_on_different_ranks() -> None:
     torch.manual_seed(0)
     model = Words(8).double()

@@ -10,11 +10,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardlib as sl
 from shardlib.errors import NoImplementation
-from shardlib.mesh import Link
+from shardlib.mesh import Link, within
 from shardlib.ops.matmul import function
 from shardlib.planning.calls import calls_of
 from shardlib.planning.strategies import Table, operand_of
 from shardlib.planning.work import Rates
+from shardlib.recompute import Kept
 
 CASES = [
     ("x .", ". ."),
@@ -26,22 +27,25 @@ CASES = [
 ]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("rows", "weight"), CASES)
-def test_bytes_and_messages_are_those_of_a_run(rows: str, weight: str) -> None:
-    linear = nn.Linear(8, 16, bias=False)
-    step = calls_of(linear, (torch.empty(8, 8),), lambda apply, params, x: apply(params, x).sum())
-    call = step.calls[0]
+def test_bytes_and_messages_are_those_of_a_run(rows: str, weight: str, dtype: torch.dtype) -> None:
+    linear = nn.Linear(8, 16, bias=False, dtype=dtype)
+    given_x = torch.empty(8, 8, dtype=dtype)
+    step = calls_of(linear, (given_x,), lambda apply, params, x: apply(params, x).sum())
+    call, shapes = step.calls[0], [(8, 8), (16, 8)]
     with sl.record(x=2, y=2) as mesh:
         given: list[Any] = [
-            sl.shard(torch.empty(8, 8, device="meta"), rows), sl.shard(torch.empty(16, 8, device="meta"), weight)
-        ]  # fmt: skip
+            sl.shard(torch.empty(n, dtype=dtype, device="meta"), text)
+            for n, text in zip(shapes, (rows, weight), strict=True)
+        ]
         for x in given:
             x.requires_grad_()
         found = Table(step, mesh).ask(call, [operand_of(x) for x in given])
     assert not isinstance(found, str), found
     with sl.simulate(x=2, y=2):
-        x = sl.shard(torch.randn(8, 8), rows).requires_grad_()
-        w = sl.shard(torch.randn(16, 8), weight).requires_grad_()
+        x = sl.shard(torch.randn(8, 8, dtype=dtype), rows).requires_grad_()
+        w = sl.shard(torch.randn(16, 8, dtype=dtype), weight).requires_grad_()
         with sl.trace() as forward:
             out = torch.nn.functional.linear(x, w)
         with sl.trace() as back:
@@ -53,10 +57,53 @@ def test_bytes_and_messages_are_those_of_a_run(rows: str, weight: str) -> None:
         p = 1
         for a in s.axes:
             p *= mesh.axes[a]
-        sums += 2 * (p - 1) / p * s.nbytes
+        sums += s.own[0] if s.own else 2 * (p - 1) / p * s.nbytes
+    assert any(s.own for s in found.sums) is (dtype.itemsize == 2 and bool(found.sums))
     # the sum's own total, a number, travels too
     own = sum(n for n, _ in found.backward.along.values()) + sums
     assert own <= back.bytes <= own + 64
+
+
+@pytest.mark.parametrize(("rows", "weight"), CASES)
+def test_what_is_computed_again_and_held_is_what_a_recomputation_does(
+    rows: str, weight: str
+) -> None:
+    block = nn.Sequential(nn.Linear(8, 16), nn.GELU())
+    step = calls_of(block, (torch.empty(8, 8),), lambda apply, params, x: apply(params, x).sum())
+    product, gelu, _ = step.calls
+    with sl.record(x=2, y=2) as mesh:
+        x, w, b = (
+            sl.shard(torch.empty(n, device="meta").requires_grad_(), text)
+            for n, text in [((8, 8), rows), ((16, 8), weight), (16, "...")]
+        )
+        table = Table(step, mesh)
+        plain, found = (
+            t.ask(product, [*map(operand_of, (x, w, b))]) for t in (table, table.holding)
+        )
+        assert not isinstance(plain, str) and not isinstance(found, str)
+        assert table.holding.ask(gelu, found.outs) is table.ask(gelu, found.outs)
+    assert plain.again is plain.forward and not plain.held
+    with sl.simulate(x=2, y=2):
+        given = [
+            sl.shard(torch.randn(n).requires_grad_(), text)
+            for n, text in [((8, 8), rows), ((16, 8), weight), (16, "...")]
+        ]
+        region = Kept()
+        with within(region=region):
+            region.begin()
+            torch.nn.functional.linear(*given)
+            region.begin()
+            with sl.trace() as again:
+                out = torch.nn.functional.linear(*given)
+    assert sum(n for n, _ in found.again.along.values()) == again.bytes
+    held = sum(
+        x.nbytes for results, _ in region.results for x in results if isinstance(x, torch.Tensor)
+    )
+    told = sum(found.outs[-1 - k].nbytes for k in found.held) + found.held_beside
+    assert told == held // 4 and held > 0
+    # the bias alone is added again
+    assert found.again.flops == 0.0 < plain.forward.flops
+    assert str(out.sharding) == str(found.outs[0].place.layout)
 
 
 class Heads(nn.Module):
