@@ -269,7 +269,7 @@ class _SumSizes:
         return [e for e in events if e not in sums]
 
 
-class _Forward(NamedTuple):
+class _ForwardRun(NamedTuple):
     """A call's forward on shapes: its results, and bytes by memory.
 
     ``owners``  memory -> number of the operand or result, as ``CallStrategy.saved`` has them.
@@ -325,7 +325,7 @@ class _CallOnShapes:
             held_beside=sum(n for m, n in held.items() if m not in run.owners),
         )  # fmt: skip
 
-    def _forward(self, work: StepWork) -> "_Forward":
+    def _forward(self, work: StepWork) -> "_ForwardRun":
         """Run forward."""
         operands = [*self.given]
         if writes(self.call.func) and operands[0].raw.requires_grad:
@@ -348,7 +348,7 @@ class _CallOnShapes:
             for x, operand in zip(results, shares, strict=True)
             if operand < 0
         }
-        return _Forward(results, owners, shares, saved, beside, own, meter.peak)
+        return _ForwardRun(results, owners, shares, saved, beside, own, meter.peak)
 
     def times(self, more: int) -> Callable[[], None]:
         """Begin a step of a loop; the function that ends it counts as many more equal ones."""

@@ -66,15 +66,17 @@ def test_sums_in_half_precision_are_counted_where_they_are_done(micros: int) -> 
     links = sl.planning.Cluster(1e12, 1e18, 1, between=sl.planning.Link(0, 1e-6), bandwidth=1e18)
     axes = {"a": 4}
     asked = Question(model, batch, mean, sl.optim.sgd(0.1), links, 1e12, 4, axes, micros=micros)
-    study, seen = Study(asked, micros), set()
+    study, stages = Study(asked, micros), set()
     for setting in study.settings():
+        if setting.batch != "a":
+            continue
         found = solve(study.columns(setting.search, remat=False), study.counts)
         assert found is not None
         made = study.explained(found, setting)
         assert made is not None and made.seconds > 0
-        assert found.seconds == pytest.approx(made.seconds, rel=0.03, abs=1e-4)
-        seen.add((setting.batch, setting.holding.stage))
-    assert seen == {("a", 0), ("a", 2), (".", 0), (".", 2)}
+        assert found.seconds == pytest.approx(made.seconds, rel=0.03)
+        stages.add(setting.holding.stage)
+    assert stages == {0, 2}
 
 
 @pytest.mark.parametrize("mesh", [{"a": 2}])
