@@ -75,12 +75,6 @@ def placed(
     return parallelize(module, rules, pad=True, remat=remat, stages=stages)
 
 
-def _order(found: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return what solutions are explained by: seconds, and of equal ones those of fewer axes first."""
-    seconds, number, setting, *_ = found
-    return float(f"{seconds:.9g}"), len(setting.holding.sizes), number
-
-
 def _figures(found: Solution, setting: "Setting") -> tuple[object, ...]:
     """Return the figures by which a solution is known again."""
     holding = setting.holding
@@ -107,6 +101,24 @@ class Setting(NamedTuple):
     def holding(self) -> Holding:
         """The bytes that parameters take."""
         return self.search.holding
+
+
+class Proposal(NamedTuple):
+    """The fastest way of a setting that fits, as a program finds it.
+
+    ``seconds``  that the program thinks it takes.
+    """
+
+    seconds: float
+    study: "Study"
+    setting: Setting
+    columns: Sequence[Column]
+    found: Solution
+
+    @property
+    def order(self) -> tuple[float, int]:
+        """The key by which ways are explained: seconds, of equal ones those of fewer axes first."""
+        return float(f"{self.seconds:.9g}"), len(self.setting.holding.sizes)
 
 
 class Study:
@@ -136,8 +148,10 @@ class Study:
         self.free: Solution | None = None
         # bytes that a plan took more than a program thought
         self.missing = 0.0
-        # seconds of plans over those that a program thought
+        # seconds of plans over those that a program thought, also of other studies
         self.shares: list[float] = []
+        # whether a way of it was explained to fit
+        self.fits = False
         # figures of the solutions that were explained -> the bytes that they took
         self.judged: dict[Any, int] = {}
         # name of a setting -> its seconds in any memory
@@ -210,38 +224,17 @@ class Study:
                 self.tables[key] = Table(self.step, mesh), found
         return self.tables[key]
 
-    def best(
-        self, pipe: int = 1, known: Strategy | None = None, less: Mapping[Any, float] | None = None
-    ) -> Strategy | None:
-        """Return the fastest way that fits, explained, or what was known where none is faster.
-
-        ``less``  seconds that a setting takes at the least, by its name: of fewer micro-batches.
-        """
-        settings = self.settings(pipe)
-        best = self.among(settings, known, less or {})
-        if self.asked.host is not None and not self.enough:
-            # in host memory nothing is faster than what fits into any memory
-            settings += (tiered := self.settings(pipe, host=True))
-            best = self.among(tiered, best, less or {})
-        if best is None or best.peak > self.asked.room:
-            # what a program thought to fit and be fast does not: slower ways were not looked at
-            best = self.among(settings, best, less or {}, bounded=False)
-        # prices take memory, and are found again for the few questions that come back
-        self.tables.clear()
-        return best
-
-    def among(
-        self, settings: Sequence[Setting], best: Strategy | None, less: Mapping[Any, float],
+    def weighed(
+        self, settings: Sequence[Setting], bound: float, less: Mapping[Any, float],
         bounded: bool = True,
-    ) -> Strategy | None:  # fmt: skip
-        """Return the fastest way of these settings that fits, or what is known if it is better.
+    ) -> list["Proposal"]:  # fmt: skip
+        """Return the fastest way of each setting that a program thinks to fit.
 
-        ``less``     seconds that a setting takes at the least.
+        ``bound``    seconds of the best way so far.
+        ``less``     seconds that a setting takes at the least, by its name: of fewer micro-batches.
         ``bounded``  whether ways are left out that a program thinks slower than others.
         """
-        room, bound, found = self.asked.room, math.inf, []
-        if best is not None and best.peak <= room:
-            bound = best.seconds / NEAR
+        found: list[Proposal] = []
         for setting in settings:
             if less.get(setting.name, 0.0) > NEAR * NEAR * bound:
                 continue
@@ -249,14 +242,9 @@ class Study:
             if solution is not None:
                 seconds = self._seconds(solution, setting.holding)
                 bound = min(bound, seconds) if bounded else bound
-                found.append((seconds, len(found), setting, columns, solution))
-        self.thought = min([self.thought, *(f[0] for f in found)])
-        for seconds, _, setting, columns, solution in sorted(found, key=_order):
-            # a plan takes about the share of what a program thought that others took
-            if best is not None and best.peak <= room and self.share * seconds >= best.seconds:
-                break
-            best = self.planned(setting, columns, solution, best)
-        return best
+                found.append(Proposal(seconds, self, setting, columns, solution))
+        self.thought = min([self.thought, *(f.seconds for f in found)])
+        return found
 
     def _solved(
         self, setting: Setting, bound: float, bounded: bool
@@ -310,13 +298,6 @@ class Study:
         return max(found.seconds, moved / self.cluster.host)
 
     @property
-    def share(self) -> float:
-        """The share of the seconds that a program thinks that a plan takes at the least."""
-        if not self.shares:
-            return 1 / NEAR
-        return min(1.0, *self.shares) - SURE
-
-    @property
     def enough(self) -> bool:
         """Whether more memory would hardly make a step faster."""
         return self.free is None or self.thought <= ENOUGH * self.free.seconds
@@ -331,11 +312,9 @@ class Study:
         room = max(self.asked.room - 1.5 * kept, self.asked.room / 8, 1.0)
         return max((self.free.peak - kept) / room, 2.0)
 
-    def faster(self, known: Strategy | None) -> bool:
-        """Return whether a way in any memory is faster than a known one that fits."""
-        if known is None or known.peak > self.asked.room:
-            return True
-        return self.free is not None and self.free.seconds < known.seconds
+    def faster(self, seconds: float) -> bool:
+        """Return whether a way in any memory takes less than so many seconds."""
+        return self.free is not None and self.free.seconds < seconds
 
     def layouts(self, name: str) -> list[str]:
         """List the layouts of a parameter that are weighed on the first mesh."""
@@ -359,16 +338,12 @@ class Study:
                 best = made
         return best
 
-    def planned(
-        self, setting: Setting, columns: Sequence[Column], found: Solution | None,
-        best: Strategy | None,
-    ) -> Strategy | None:  # fmt: skip
-        """Return the best way of a setting that fits, explained, or what is known if it is better.
-
-        ``found``  what the program found.
-        """
+    def planned(self, proposal: Proposal, best: Strategy | None) -> Strategy | None:
+        """Return the best way of a setting that fits, explained, or what is known if it is better."""
+        _, _, setting, columns, at_first = proposal
+        found: Solution | None = at_first
         room = self.asked.room
-        if found is not None and room - self.missing < found.peak <= room:
+        if room - self.missing < found.peak <= room:
             # as much is missing in each setting: what a program does not count is of the module
             found = solve(columns, self.counts, room - self.missing, gap=GAP) or found
         rounds, tried = 0, set()
@@ -386,6 +361,7 @@ class Study:
                 self.shares.append(made.seconds / self._seconds(found, setting.holding))
                 if better := made.better(best, room):
                     best = made
+            self.fits = self.fits or took <= room
             if took <= room and found.peak <= NEAR * took:
                 break
             # one that needs less than was thought, and is better, leaves room for more

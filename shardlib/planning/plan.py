@@ -27,7 +27,7 @@ from shardlib.placing import reshard
 from shardlib.planning.candidates import PIPE, RECIPES, divisors, hiding, stage_counts
 from shardlib.planning.cluster import Cluster, cluster_of
 from shardlib.planning.explanation import size
-from shardlib.planning.joint import Study, placed
+from shardlib.planning.joint import NEAR, SURE, Proposal, Study, placed
 from shardlib.planning.question import Question, Strategy
 from shardlib.tensor import ShardedTensor
 
@@ -436,12 +436,18 @@ def _answer(asked: Question) -> Plan:
 
 
 class Planning:
-    """The search of one plan: a study of each number of micro-batches, and the best way so far."""
+    """The search of one plan: a study of each number of micro-batches, and the best way so far.
+
+    Programs weigh first: ways are explained, the fastest first, when no more are of use.
+    """
 
     def __init__(self, asked: Question) -> None:
         self.asked = asked
         self.studies: dict[int, Study] = {}
         self.best: Strategy | None = None
+        self.proposals: list[Proposal] = []
+        # seconds of plans over those that a program thought
+        self.shares: list[float] = []
 
     def found(self) -> Strategy | None:
         """Return the fastest way that fits; where none does, the one of least bytes that was found."""
@@ -451,24 +457,71 @@ class Planning:
                 self._in_parts()
             else:
                 self._weigh(asked.micros)
+            self._explain()
         for pipe in self._pipes():
             self._weigh(asked.micros or hiding(asked.rows, pipe), pipe)
-            if self.best is not None and self.best.peak <= asked.room and self.best.pipe != pipe:
+            self._explain(pipe)
+            if self.best is not None and self.seconds < math.inf and self.best.pipe != pipe:
                 # more stages idle longer
                 break
-        if self.best is None or self.best.peak > asked.room:
+        if self.seconds == math.inf:
             least = self.studies[max(self.studies)].least(asked.pipe or 1)
             if least is not None and least.better(self.best, asked.room):
                 return least
         return self.best
 
+    @property
+    def seconds(self) -> float:
+        """The seconds of the best way so far that fits, infinite without one."""
+        if self.best is None or self.best.peak > self.asked.room:
+            return math.inf
+        return self.best.seconds
+
+    @property
+    def bound(self) -> float:
+        """The seconds that a program thinks of the best way so far, at the least."""
+        return min([self.seconds / NEAR, *(t.seconds for t in self.proposals)])
+
     def _weigh(self, micros: int, pipe: int = 1) -> Study:
+        """Let programs find the fastest way of each setting."""
         if micros not in self.studies:
             self.studies[micros] = Study(self.asked, micros)
+            self.studies[micros].shares = self.shares
         study, whole = self.studies[micros], self.studies.get(1)
         less = whole.least_seconds if whole is not None and pipe == 1 < micros else {}
-        self.best = study.best(pipe, self.best, less)
+        self.proposals += study.weighed(study.settings(pipe), self.bound, less)
+        if self.asked.host is not None and not study.enough:
+            # in host memory nothing is faster than what fits into any memory
+            tiered = study.settings(pipe, host=True)
+            self.proposals += study.weighed(tiered, self.bound, less)
+        # prices take memory, and are found again for the few questions that come back
+        study.tables.clear()
         return study
+
+    def _explain(self, pipe: int = 1) -> None:
+        """Explain the ways that programs found, the fastest first, while one may be the best."""
+        proposals = sorted(self.proposals, key=lambda t: t.order)
+        self.proposals = []
+        self._first_of(proposals)
+        # what a program thought to fit and be fast does not: slower ways were not looked at
+        studies = dict.fromkeys(t.study for t in proposals)
+        for study in (s for s in studies if not s.fits and (s.judged or self.best is None)):
+            settings = study.settings(pipe)
+            if self.asked.host is not None:
+                settings += study.settings(pipe, host=True)
+            more = study.weighed(settings, self.bound, {}, bounded=False)
+            self._first_of(sorted(more, key=lambda t: t.order))
+            study.tables.clear()
+
+    def _first_of(self, proposals: Sequence[Proposal]) -> None:
+        for proposal in proposals:
+            # a plan takes about the share of what a program thought that others took
+            share = 1 / NEAR
+            if self.shares:
+                share = min(1.0, *self.shares) - SURE
+            if share * proposal.seconds >= self.seconds:
+                break
+            self.best = proposal.study.planned(proposal, self.best)
 
     def _in_parts(self) -> None:
         """Weigh more micro-batches while memory is what costs time."""
@@ -482,7 +535,7 @@ class Planning:
             counts = [n for n in counts if guess / 4 <= n < guess][::-1]
         else:
             counts = [n for n in counts if n > guess]
-        while counts and study.faster(self.best):
+        while counts and study.faster(self.bound):
             study = self._weigh(counts[0])
             counts = [n for n in counts if max(n, study.micros) >= 2 * min(n, study.micros)]
 
@@ -497,5 +550,5 @@ class Planning:
             micros = asked.micros or hiding(asked.rows, pipe)
             idle = (micros + pipe - 1) / micros
             least = idle * study.micros * sum(study.ideal) / asked.ranks
-            if self.best is None or self.best.peak > asked.room or least < self.best.seconds:
+            if least < self.seconds:
                 yield pipe

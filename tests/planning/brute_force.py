@@ -457,7 +457,9 @@ def compare(case: Case, budgets: int = 3) -> str:
         every.append((setting, *Every(study, setting).totals()))
     some = [(s, t, p) for s, t, p in every if len(t)]
     if not some:
-        return "" if Study(asked, micros).best() is None else "a plan where there is no way"
+        whole = Study(asked, micros)
+        ways = whole.weighed(whole.settings(), math.inf, {})
+        return "a plan where there is no way" if ways else ""
     low = min(peak.min() for _, _, peak in some)
     high = max(peak[seconds.argmin()] for _, seconds, peak in some)
     rooms = [low * 0.99, *(low + rng.random() * (1.05 * high - low) for _ in range(budgets)), 1e15]
@@ -468,7 +470,7 @@ def compare(case: Case, budgets: int = 3) -> str:
     room = rooms[1]
     want = min(_least(seconds, peak, room) for _, seconds, peak in every)
     whole = Study(replace(asked, room=room), micros)
-    whole.among(whole.settings(), None, {})
+    whole.weighed(whole.settings(), math.inf, {})
     if not want * (1 - 1e-9) <= whole.thought <= want * (1 + GAP):
         return f"{whole.thought} s of all settings in {room:.0f} bytes, not {want}"
     return ""
