@@ -148,10 +148,8 @@ class Study:
         self.free: Solution | None = None
         # bytes that a plan took more than a program thought
         self.missing = 0.0
-        # seconds of plans over those that a program thought, also of other studies
+        # seconds of plans over those that a program thought
         self.shares: list[float] = []
-        # whether a way of it was explained to fit
-        self.fits = False
         # figures of the solutions that were explained -> the bytes that they took
         self.judged: dict[Any, int] = {}
         # name of a setting -> its seconds in any memory
@@ -195,6 +193,13 @@ class Study:
                 found += self._settings(recipe, axes, pipe, host)
         return found
 
+    def every(self, pipe: int) -> list[Setting]:
+        """List the settings, also those with parameters in host memory where there is any."""
+        settings = self.settings(pipe)
+        if self.asked.host is not None:
+            settings += self.settings(pipe, host=True)
+        return settings
+
     def _settings(
         self, recipe: str, axes: Mapping[str, int], pipe: int, host: bool
     ) -> Iterator[Setting]:
@@ -227,7 +232,7 @@ class Study:
     def weighed(
         self, settings: Sequence[Setting], bound: float, less: Mapping[Any, float],
         bounded: bool = True,
-    ) -> list["Proposal"]:  # fmt: skip
+    ) -> list[Proposal]:  # fmt: skip
         """Return the fastest way of each setting that a program thinks to fit.
 
         ``bound``    seconds of the best way so far.
@@ -303,6 +308,11 @@ class Study:
         return self.free is None or self.thought <= ENOUGH * self.free.seconds
 
     @property
+    def misfits(self) -> bool:
+        """Whether ways were explained, and none of them fits."""
+        return bool(self.judged) and min(self.judged.values()) > self.asked.room
+
+    @property
     def wanted(self) -> float:
         """The number of micro-batches by which the fastest way in any memory would nearly fit."""
         if self.free is None:
@@ -324,10 +334,7 @@ class Study:
     def least(self, pipe: int = 1) -> Strategy | None:
         """Return the way of least bytes, whatever its seconds; of those that fit, the fastest."""
         room, found = self.asked.room, []
-        settings = self.settings(pipe)
-        if self.asked.host is not None:
-            settings += self.settings(pipe, host=True)
-        for setting in settings:
+        for setting in self.every(pipe):
             solution = self.smallest(setting)
             if solution.counts:
                 found.append((solution.peak, len(found), solution, setting))
@@ -340,9 +347,8 @@ class Study:
 
     def planned(self, proposal: Proposal, best: Strategy | None) -> Strategy | None:
         """Return the best way of a setting that fits, explained, or what is known if it is better."""
-        _, _, setting, columns, at_first = proposal
-        found: Solution | None = at_first
-        room = self.asked.room
+        setting, columns, room = proposal.setting, proposal.columns, self.asked.room
+        found: Solution | None = proposal.found
         if room - self.missing < found.peak <= room:
             # as much is missing in each setting: what a program does not count is of the module
             found = solve(columns, self.counts, room - self.missing, gap=GAP) or found
@@ -361,7 +367,6 @@ class Study:
                 self.shares.append(made.seconds / self._seconds(found, setting.holding))
                 if better := made.better(best, room):
                     best = made
-            self.fits = self.fits or took <= room
             if took <= room and found.peak <= NEAR * took:
                 break
             # one that needs less than was thought, and is better, leaves room for more

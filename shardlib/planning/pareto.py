@@ -14,6 +14,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
@@ -260,7 +261,7 @@ class Holding:
         """Return the bytes of a bucket and of its sum, of gradients that are summed without ZeRO."""
         if not self.bucket or self.axes or self.host:
             return 0.0
-        return 2 * sum(s.nbytes for s in sums if s.axes and not self.within(s)) / self.pipe
+        return 2 * sum(s.nbytes for s in sums if s.axes and not self.in_call(s)) / self.pipe
 
     def added(self, leaf: Leaf) -> int:
         """Return the bytes of the sum of micro-batches' gradients, of half precision in fp32."""
@@ -273,7 +274,7 @@ class Holding:
         axes = tuple(a for a, n in self.sizes.items() if n > 1 and a not in over)
         return GradientSum(number, axes, leaf.operand.nbytes)
 
-    def within(self, s: GradientSum) -> bool:
+    def in_call(self, s: GradientSum) -> bool:
         """Return whether the call itself sums a gradient."""
         return s.own is not None and not self.axes and self.micros == 1
 
@@ -283,7 +284,7 @@ class Holding:
         The factors are those that ``sl.explain`` counted in steps of GPT-2 on a mesh of 4 x 2.
         """
         work, axes = StepWork(), tuple(a for a in s.axes if a not in over)
-        if s.own and self.within(s):
+        if s.own and self.in_call(s):
             work.receive(axes, *s.own)
         elif axes:
             p, nbytes = self.ways(axes), s.nbytes / self.ways(over)
@@ -317,29 +318,29 @@ class Search:
     ``room``   bytes of a rank, see ``undominated``.
     ``remat``  "" to save what backward reads, "full" to save nothing: the part is run again;
                "products" to hold the results of products and attention, and compute the rest again.
+               ``under`` gives the search of another policy.
     """
 
     def __init__(
         self, step: StepCalls, table: Table, candidates: Candidates, rates: Rates, holding: Holding,
-        inputs: Mapping[int, Operand], room: float = 0.0, remat: str = "",
+        inputs: Mapping[int, Operand], room: float = 0.0,
     ) -> None:  # fmt: skip
         self.step, self.table, self.candidates = step, table, candidates
         self.rates, self.holding, self.inputs = rates, holding, inputs
-        self.room, self.remat = room, remat
+        self.room, self.remat = room, ""
         self.first = {n: call for call in reversed(step.calls) for n in call.reads}
         self.at = {id(c): i for i, c in enumerate(step.calls)}
         self.priced: dict[int, Price] = {}
-        self.policies: dict[str, Search] = {remat: self}
+        self.policies: dict[str, Search] = {"": self}
         self.constants = candidates.constants()
 
     def under(self, remat: str) -> "Search":
-        """Return the search under a policy of remat."""
+        """Return the search under a policy of remat, which shares what is known of steps."""
         if remat not in self.policies:
-            table = self.table
+            found = self.policies[remat] = copy(self)
+            found.remat = remat
             if remat == "products":
-                table = table.holding
-            given = self.candidates, self.rates, self.holding, self.inputs, self.room
-            self.policies[remat] = Search(self.step, table, *given, remat)
+                found.table = self.table.holding
         return self.policies[remat]
 
     def run(
@@ -377,7 +378,8 @@ class Search:
     def _longer(self, ways: Sequence[Way], taken: Transition, limit: float) -> list[Way]:
         """Return the ways with a transition behind them that take at most so many seconds."""
         price, step = self._price(taken), taken.step
-        own = price.forward + price.again + price.back
+        again = bool(self.remat) * price.again
+        own = price.forward + again + price.back
         found = []
         for w in ways:
             if w.seconds + own > limit:
@@ -387,7 +389,7 @@ class Search:
             found.append(Way(
                 w.forward + price.forward, w.back + price.back, w.kept + price.kept,
                 w.gradients + price.gradients, saved, max(w.most, saved + taken.meanwhile), step, w,
-                w.again + price.again, w.held + taken.held,
+                w.again + again, w.held + taken.held,
             ))  # fmt: skip
         return found
 
@@ -417,7 +419,7 @@ class Search:
             yield from taken
 
     def _price(self, taken: Transition) -> Price:
-        """Return what a step costs, found once for the parameters whose gradients are summed before."""
+        """Return what a step costs, found once."""
         given, key = taken.given, id(taken.step)
         if key not in self.priced:
             call, strategy, choice = taken.step
@@ -425,8 +427,8 @@ class Search:
             gradients += self.holding.gathering(self._sums(call, strategy, choice))
             kept = sum(map(self.holding.kept, choice.values()))
             forward, back = self._seconds(taken.step, given)
-            again = 0.0
-            if self.remat:
+            again = forward
+            if strategy.again is not strategy.forward:
                 again = self.holding.passes * self.rates.seconds(strategy.again)
             self.priced[key] = Price(forward, back, again, kept, gradients)
         return self.priced[key]

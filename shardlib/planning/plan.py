@@ -446,8 +446,6 @@ class Planning:
         self.studies: dict[int, Study] = {}
         self.best: Strategy | None = None
         self.proposals: list[Proposal] = []
-        # seconds of plans over those that a program thought
-        self.shares: list[float] = []
 
     def found(self) -> Strategy | None:
         """Return the fastest way that fits; where none does, the one of least bytes that was found."""
@@ -480,13 +478,12 @@ class Planning:
     @property
     def bound(self) -> float:
         """The seconds that a program thinks of the best way so far, at the least."""
-        return min([self.seconds / NEAR, *(t.seconds for t in self.proposals)])
+        return min([self.seconds / NEAR, *(p.seconds for p in self.proposals)])
 
     def _weigh(self, micros: int, pipe: int = 1) -> Study:
         """Let programs find the fastest way of each setting."""
         if micros not in self.studies:
             self.studies[micros] = Study(self.asked, micros)
-            self.studies[micros].shares = self.shares
         study, whole = self.studies[micros], self.studies.get(1)
         less = whole.least_seconds if whole is not None and pipe == 1 < micros else {}
         self.proposals += study.weighed(study.settings(pipe), self.bound, less)
@@ -500,26 +497,25 @@ class Planning:
 
     def _explain(self, pipe: int = 1) -> None:
         """Explain the ways that programs found, the fastest first, while one may be the best."""
-        proposals = sorted(self.proposals, key=lambda t: t.order)
+        proposals = sorted(self.proposals, key=lambda p: p.order)
         self.proposals = []
         self._first_of(proposals)
         # what a program thought to fit and be fast does not: slower ways were not looked at
-        studies = dict.fromkeys(t.study for t in proposals)
-        for study in (s for s in studies if not s.fits and (s.judged or self.best is None)):
-            settings = study.settings(pipe)
-            if self.asked.host is not None:
-                settings += study.settings(pipe, host=True)
-            more = study.weighed(settings, self.bound, {}, bounded=False)
-            self._first_of(sorted(more, key=lambda t: t.order))
-            study.tables.clear()
+        for study in dict.fromkeys(p.study for p in proposals):
+            if study.misfits or self.best is None:
+                more = study.weighed(study.every(pipe), self.bound, {}, bounded=False)
+                self._first_of(sorted(more, key=lambda p: p.order))
+                study.tables.clear()
 
     def _first_of(self, proposals: Sequence[Proposal]) -> None:
+        """Explain these ways in their order, until the next one cannot be faster than the best."""
         for proposal in proposals:
             # a plan takes about the share of what a program thought that others took
-            share = 1 / NEAR
-            if self.shares:
-                share = min(1.0, *self.shares) - SURE
-            if share * proposal.seconds >= self.seconds:
+            shares = [share for study in self.studies.values() for share in study.shares]
+            least = 1 / NEAR
+            if shares:
+                least = min(1.0, *shares) - SURE
+            if least * proposal.seconds >= self.seconds:
                 break
             self.best = proposal.study.planned(proposal, self.best)
 

@@ -247,7 +247,7 @@ class _SumSizes:
         """End a sum that was begun elsewhere: its transfer counts to the call."""
         wait()
 
-    def within(self, events: Sequence[Event]) -> list[Event]:
+    def of_products(self, events: Sequence[Event]) -> list[Event]:
         """Take the sums that a product did of gradients in half precision; return the other events.
 
         They are over axes that split none of the call's parameters, over which nothing else is summed.
@@ -258,19 +258,20 @@ class _SumSizes:
             if i not in taken and x.raw.requires_grad and is_half(x.raw)
         }  # fmt: skip
         split = {a for x in self.parameters.values() for a in x.sharding.axes}
-        sums = [e for e in events if e.kind == "psum" and not split & {*e.axis.split()}]
+        theirs = [e.kind == "psum" and not split & {*e.axis.split()} for e in events]
+        sums = [e for e, own in zip(events, theirs, strict=True) if own]
         if not (half and sums):
             return [*events]
+        axes, total = tuple(sums[0].axis.split()), sum(half.values())
         nbytes, messages = sum(float(e.bytes) for e in sums), sum(e.messages for e in sums)
         for i, own in half.items():
-            share = own / sum(half.values())
-            axes = tuple(sums[0].axis.split())
-            self.found.append(GradientSum(i, axes, own, (share * nbytes, share * messages)))
-        return [e for e in events if e not in sums]
+            moved = own / total * nbytes, own / total * messages
+            self.found.append(GradientSum(i, axes, own, moved))
+        return [e for e, own in zip(events, theirs, strict=True) if not own]
 
 
 class _ForwardRun(NamedTuple):
-    """A call's forward on shapes: its results, and bytes by memory.
+    """A call's forward on shapes: its results, and what they hold.
 
     ``owners``  memory -> number of the operand or result, as ``CallStrategy.saved`` has them.
     ``shares``, ``saved``  as ``CallStrategy`` has them.
@@ -281,8 +282,8 @@ class _ForwardRun(NamedTuple):
     owners: Mapping[int, int]
     shares: tuple[int, ...]
     saved: frozenset[int]
-    beside: Mapping[int, int]
-    own: Mapping[int, int]
+    beside: int
+    own: int
     peak: int
 
 
@@ -299,11 +300,11 @@ class _CallOnShapes:
         """Run both passes."""
         forward, backward = StepWork(), StepWork()
         run = self._forward(forward)
-        most = max(run.peak - sum(run.own.values()) - sum(run.beside.values()), 0)
+        most = max(run.peak - run.own - run.beside, 0)
         outs = tuple(map(operand_of, run.results))
         most_back = self._back(backward, [x.raw for x in self.given], [x.raw for x in run.results])
         return CallStrategy(
-            outs, forward, backward, run.saved, sum(run.beside.values()), run.shares, most, most_back,
+            outs, forward, backward, run.saved, run.beside, run.shares, most, most_back,
             tuple(self.sums.found), forward,
         )  # fmt: skip
 
@@ -320,7 +321,7 @@ class _CallOnShapes:
             run = self._forward(again)
         held = {_memory(x): x.untyped_storage().nbytes() for x in kept}
         return replace(
-            known, saved=run.saved, beside=sum(run.beside.values()), shares=run.shares, again=again,
+            known, saved=run.saved, beside=run.beside, shares=run.shares, again=again,
             held=frozenset(run.owners[m] for m in held if run.owners.get(m, 0) < 0),
             held_beside=sum(n for m, n in held.items() if m not in run.owners),
         )  # fmt: skip
@@ -342,13 +343,13 @@ class _CallOnShapes:
         shares = tuple(max(owners[_memory(x.raw)], -1) for x in results)
         beside = {_memory(x): x.untyped_storage().nbytes() for x in packed}
         saved = frozenset(owners[m] for m in beside if m in owners)
-        beside = {m: n for m, n in beside.items() if m not in owners}
+        further = sum(n for m, n in beside.items() if m not in owners)
         own = {
             _memory(x.raw): x.raw.untyped_storage().nbytes()
             for x, operand in zip(results, shares, strict=True)
             if operand < 0
         }
-        return _ForwardRun(results, owners, shares, saved, beside, own, meter.peak)
+        return _ForwardRun(results, owners, shares, saved, further, sum(own.values()), meter.peak)
 
     def times(self, more: int) -> Callable[[], None]:
         """Begin a step of a loop; the function that ends it counts as many more equal ones."""
@@ -373,7 +374,7 @@ class _CallOnShapes:
         before, self.work = len(self.events), work
         with Meter(work, [*raws, *ends, *gradients]) as meter:
             torch.autograd.grad(ends, starts, gradients, allow_unused=True)
-        work.add(self.sums.within(self.events[before:]))
+        work.add(self.sums.of_products(self.events[before:]))
         return meter.peak
 
 

@@ -204,8 +204,8 @@ class At(NamedTuple):
 class Cost(NamedTuple):
     """What a way through a part of a step takes, as ``Column`` has it, and its passes alone.
 
-    ``again``  seconds of forward before backward, where only products and attention are held, of
-               ``held`` bytes, as the results ``numbers``.
+    ``again``  seconds of forward before backward, where it is computed again but for results that
+               are held: ``held`` bytes, the values ``numbers``.
     """
 
     forward: float = 0.0
@@ -383,9 +383,7 @@ class Every:
             for c in costs:
                 held[end].append(self._of_layer(c, c.forward + c.back, c.saved))
         for remat in ("full", "products") if layers > 1 else ():
-            for end, costs in (
-                ways if remat == "full" else self.ways(part.calls, begin, remat)
-            ).items():
+            for end, costs in self.ways(part.calls, begin, remat).items():
                 if not _goes_on(begin, end):
                     continue
                 left = {x.root for _, x in end.alive}
@@ -394,12 +392,9 @@ class Every:
                     if _is_number(x) and x.root not in left and x.root not in begin.saved
                 }  # fmt: skip
                 for c in costs:
-                    again, own, numbers = c.forward, 0.0, frozenset[int]()
-                    if remat == "products":
-                        again, own, numbers = c.again, c.held, c.numbers
-                    after = end._replace(saved=(end.saved & begin.saved) | (numbers & left))
-                    kept = own + sum(border.values())
-                    seconds = c.forward + again + c.back
+                    after = end._replace(saved=(end.saved & begin.saved) | (c.numbers & left))
+                    kept = c.held + sum(border.values())
+                    seconds = c.forward + c.again + c.back
                     held[after].append(self._of_layer(c, seconds, kept))
         for end, own in held.items():
             own = sorted(set(own))

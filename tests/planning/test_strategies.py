@@ -71,23 +71,19 @@ def test_what_is_computed_again_and_held_is_what_a_recomputation_does(
     block = nn.Sequential(nn.Linear(8, 16), nn.GELU())
     step = calls_of(block, (torch.empty(8, 8),), lambda apply, params, x: apply(params, x).sum())
     product, gelu, _ = step.calls
+    sizes: list[Any] = [((8, 8), rows), ((16, 8), weight), (16, "...")]
     with sl.record(x=2, y=2) as mesh:
-        x, w, b = (
-            sl.shard(torch.empty(n, device="meta").requires_grad_(), text)
-            for n, text in [((8, 8), rows), ((16, 8), weight), (16, "...")]
-        )
+        operands = [
+            operand_of(sl.shard(torch.empty(n, device="meta").requires_grad_(), text))
+            for n, text in sizes
+        ]
         table = Table(step, mesh)
-        plain, found = (
-            t.ask(product, [*map(operand_of, (x, w, b))]) for t in (table, table.holding)
-        )
+        plain, found = (t.ask(product, operands) for t in (table, table.holding))
         assert not isinstance(plain, str) and not isinstance(found, str)
         assert table.holding.ask(gelu, found.outs) is table.ask(gelu, found.outs)
     assert plain.again is plain.forward and not plain.held
     with sl.simulate(x=2, y=2):
-        given = [
-            sl.shard(torch.randn(n).requires_grad_(), text)
-            for n, text in [((8, 8), rows), ((16, 8), weight), (16, "...")]
-        ]
+        given = [sl.shard(torch.randn(n).requires_grad_(), text) for n, text in sizes]
         region = Kept()
         with within(region=region):
             region.begin()
