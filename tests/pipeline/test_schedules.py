@@ -320,17 +320,8 @@ def test_sizes_that_a_schedule_does_not_take_are_refused(call: Any, why: str, fi
         schedule(name, p, max(1, numbers.get("microbatches", m)), per_rank)
 
 
-@pytest.fixture
-def register(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """sl.extend.schedule, whose names are gone after the test."""
-    from shardlib.pipeline import schedules
-
-    monkeypatch.setattr(schedules, "_MAKERS", dict(schedules._MAKERS))
-    return sl.extend.schedule
-
-
-def test_a_schedule_of_one_s_own_is_used_by_its_name(register: Any) -> None:
-    @register("backwards", stages_per_rank=2, ranks=lambda p, v: [0] * v + [1] * v)
+def test_a_schedule_of_one_s_own_is_used_by_its_name() -> None:
+    @sl.extend.schedule("backwards", stages_per_rank=2, ranks=lambda p, v: [0] * v + [1] * v)
     def backwards(p: int, m: int, v: int) -> Any:
         micros = range(m - 1, -1, -1)
         forward = [[("F", s, k) for s in own for k in micros] for own in ((0, 1), (2, 3))]
@@ -342,11 +333,11 @@ def test_a_schedule_of_one_s_own_is_used_by_its_name(register: Any) -> None:
     s = schedule("backwards", 2, 3)
     assert s.ranks == placing("backwards", 2) == (0, 0, 1, 1) and s.tables[1][0] == ("F", 2, 2)
     assert s.held == (6, 6)
-    register("backwards")(lambda p, m, v: [[("F", 0, 0), ("B", 0, 0)]])
+    sl.extend.schedule("backwards")(lambda p, m, v: [[("F", 0, 0), ("B", 0, 0)]])
     assert table(schedule("backwards", 1, 1)) == [["F0.0", "B0.0"]]
 
 
-def test_a_step_runs_the_schedule_that_its_name_has_then(register: Any) -> None:
+def test_a_step_runs_the_schedule_that_its_name_has_then() -> None:
     """One that places stages on other ranks than when the module was cut is refused."""
     import torch
     from torch import nn
@@ -354,7 +345,7 @@ def test_a_step_runs_the_schedule_that_its_name_has_then(register: Any) -> None:
     order: list[str] = []
 
     def named(kinds: str, **how: Any) -> None:
-        @register("mine", stages_per_rank=1, **how)
+        @sl.extend.schedule("mine", stages_per_rank=1, **how)
         def mine(p: int, m: int, v: int) -> Any:
             order.append(kinds)
             ranks = how.get("ranks", range)(p, 1)
@@ -396,22 +387,22 @@ FAULTY = {
 
 
 @pytest.mark.parametrize("text", FAULTY)
-def test_a_faulty_table_is_refused_with_its_fault(text: str, register: Any) -> None:
+def test_a_faulty_table_is_refused_with_its_fault(text: str) -> None:
     rows = [[(a[0], *map(int, a[1:].split("."))) for a in row.split()] for row in text.split("|")]
-    register("mine")(lambda p, m, v: rows)
+    sl.extend.schedule("mine")(lambda p, m, v: rows)
     with pytest.raises(sl.ShardError, match=f"schedule: mine.*{FAULTY[text]}"):
         schedule("mine", 2, 2 if text.count("F0.1") and "B0.1" in text else 1)
 
 
 @pytest.mark.parametrize("rows", [None, [None], [["F0.0"]], [[("F", 0)]], [[("F", 0.0, 0)]]])
-def test_a_table_of_other_values_is_refused(rows: Any, register: Any) -> None:
-    register("mine")(lambda p, m, v: rows)
+def test_a_table_of_other_values_is_refused(rows: Any) -> None:
+    sl.extend.schedule("mine")(lambda p, m, v: rows)
     with pytest.raises(sl.ShardError, match="its tables are not"):
         schedule("mine", 1, 1)
 
 
-def test_ranks_without_their_stages_are_refused(register: Any) -> None:
-    register("mine", ranks=lambda p, v: [0] * p * v)(lambda p, m, v: [])
+def test_ranks_without_their_stages_are_refused() -> None:
+    sl.extend.schedule("mine", ranks=lambda p, v: [0] * p * v)(lambda p, m, v: [])
     with pytest.raises(sl.ShardError, match=r"of 2 ranks each must have 1 stages, not \[0, 0\]"):
         placing("mine", 2)
 
@@ -426,9 +417,7 @@ def test_ranks_without_their_stages_are_refused(register: Any) -> None:
         (("mine", "2"), "a number of stages or None, not '2'"),
     ],
 )
-def test_names_and_numbers_of_a_registration_are_checked(
-    arguments: Any, why: str, register: Any
-) -> None:
+def test_names_and_numbers_of_a_registration_are_checked(arguments: Any, why: str) -> None:
     with pytest.raises(sl.ShardError, match=why) as e:
-        register(*arguments)
+        sl.extend.schedule(*arguments)
     eval(e.value.fix, {"sl": sl})(lambda p, m, v: [])
