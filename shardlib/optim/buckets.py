@@ -676,8 +676,8 @@ def held(bucket: Bucket, mesh: Mesh, ways: int) -> list[tuple[int, SlotPart]]:
 class Memory:
     """A pool of vectors that are reused, since fresh pages cost as much as a sum over them."""
 
-    slack = 2
-    """The most times as many elements as are asked for."""
+    slack = 1.5
+    """The most times as many elements as are asked for: a part of two takes no whole vector."""
 
     def __init__(self) -> None:
         self.free: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}

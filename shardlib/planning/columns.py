@@ -5,6 +5,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from shardlib.planning.calls import Call
@@ -31,17 +32,18 @@ def columns_of(
     # states that the next part may begin in, with the least seconds until then
     reached = {begin: 0.0}
     found: list[Column] = []
+    key = cache(_key)
     for number, part in enumerate(parts):
         ends: dict[State, tuple[float, float]] = {}
         layers = len(part.layers)
         rest -= part.seconds(ideal)
         for (begin, spent), remat in itertools.product(reached.items(), policies(part)):
             own = (limit - spent - rest) / layers
-            ways = search.under(remat).run(part.calls, begin, own, ideal, least)
+            ways = search.under(remat).once(part.calls, begin, own, ideal, least)
             for end, kept, some in _ends(part, begin, ways, remat):
                 if layers > 1 and not _repeats(begin, end):
                     continue
-                states = _key(begin), _key(end)
+                states = key(begin), key(end)
                 made = [_column(number, states, way, remat, kept, search.holding) for way in some]
                 found += undominated(made, least)
                 first = spent + layers * min(c.seconds for c in made)
@@ -116,7 +118,7 @@ def _repeats(begin: State, end: State) -> bool:
 def _key(state: State) -> Any:
     """Return what columns of consecutive parts must agree in."""
     saved = Counter((x.operand.place, x.root in state.saved) for x in state.alive)
-    return tuple(sorted(map(str, (*_places(state).items(), *saved.items()))))
+    return frozenset(_places(state).items()), frozenset(saved.items())
 
 
 def undominated(columns: Sequence[Column], least: bool = False) -> list[Column]:

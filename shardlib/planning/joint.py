@@ -146,8 +146,8 @@ class Study:
         # seconds of the best way that a program found, and the best in any memory
         self.thought = math.inf
         self.free: Solution | None = None
-        # bytes that a plan took more than a program thought
-        self.missing = 0.0
+        # stage of ZeRO -> bytes that a plan took more than a program thought
+        self.missing: dict[int, float] = {}
         # seconds of plans over those that a program thought
         self.shares: list[float] = []
         # figures of the solutions that were explained -> the bytes that they took
@@ -273,14 +273,15 @@ class Study:
             self.least_seconds[name] = max(least, self.least_seconds.get(name, 0.0))
             if free is not None and (self.free is None or free.seconds < self.free.seconds):
                 self.free = free
-            if free is not None and free.peak > room:
+            if free is not None and free.peak > (less := room - self._missed(free, setting)):
                 columns = self.columns(setting.search, limit)
-                solution = solve(columns, self.counts, room, limit=limit, gap=GAP)
+                solution = solve(columns, self.counts, less, limit=limit, gap=GAP)
             if solution is not None:
                 break
         if solution is not None and limit < NEAR * NEAR * solution.seconds < NEAR * NEAR * bound:
             # where it needs more memory than was thought, slower ways are looked at
             columns = self.columns(setting.search, NEAR * NEAR * solution.seconds)
+        setting.search.known.clear()
         return columns, solution
 
     def _limits(self, holding: Holding, bound: float, bounded: bool) -> Iterator[float]:
@@ -301,6 +302,15 @@ class Study:
         parts = sum(n * holding.loaded(c.way[0].choices()) for c, n in found.counts) / holding.pipe
         moved = holding.micros * max(parts, 2 * parts - self.asked.room)
         return max(found.seconds, moved / self.cluster.host)
+
+    def _missed(self, found: Solution, setting: Setting) -> float:
+        """Return the bytes that a program does not count: as many as in other plans, or ZeRO's buckets."""
+        holding = setting.holding
+        if holding.stage in self.missing:
+            return self.missing[holding.stage]
+        # of more equal layers no more is in transit
+        layers = (c.way[0].choices().values() for c, n in found.counts for _ in range(min(n, 9)))
+        return holding.pool([leaf for layer in layers for leaf in layer])
 
     @property
     def enough(self) -> bool:
@@ -349,9 +359,8 @@ class Study:
         """Return the best way of a setting that fits, explained, or what is known if it is better."""
         setting, columns, room = proposal.setting, proposal.columns, self.asked.room
         found: Solution | None = proposal.found
-        if room - self.missing < found.peak <= room:
-            # as much is missing in each setting: what a program does not count is of the module
-            found = solve(columns, self.counts, room - self.missing, gap=GAP) or found
+        if (less := room - self._missed(found, setting)) < found.peak <= room:
+            found = solve(columns, self.counts, less, gap=GAP) or found
         rounds, tried = 0, set()
         while rounds <= ROUNDS:
             # the same layouts over one axis and over two that make it up, but for rounding
@@ -374,8 +383,8 @@ class Study:
             limit = math.inf
             if best is not None and best.peak <= room:
                 limit = NEAR * best.seconds
-            self.missing = took - found.peak
-            less = room - self.missing
+            self.missing[setting.holding.stage] = took - found.peak
+            less = room - self._missed(found, setting)
             found = solve(columns, self.counts, less, limit=limit, gap=GAP) if less > 0 else None
         return best
 

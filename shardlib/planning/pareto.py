@@ -16,13 +16,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from shardlib.cost import Cost
 from shardlib.dtypes import wider
 from shardlib.errors import NoImplementation
 from shardlib.layouts import Dim
 from shardlib.mesh import Axes
+from shardlib.optim.buckets import Memory
 from shardlib.planning.calls import Call, StepCalls
 from shardlib.planning.candidates import PRODUCTS, Candidates, Choice, Leaf, columns_of
 from shardlib.planning.strategies import CallStrategy, GradientSum, Operand, Table
@@ -32,6 +33,9 @@ T = TypeVar("T")
 
 BUCKET = 25 * 2**20
 """Bytes of gradients that are summed in one transfer, as by ``zero(bucket_mb=25)``."""
+
+FLYING = 4
+"""Buckets of gradients in transit at once, as stage 2 of ``zero`` has them."""
 
 MANY, GRAIN = 16, 1e-3
 """Ways of a state, from which on this share of the memory is no difference between two of them."""
@@ -257,6 +261,41 @@ class Holding:
             own += self.added(leaf) / ways + self.bucket * (1 + (ways > 2)) * leaf.operand.nbytes
         return own / self.pipe
 
+    def pool(self, leaves: Sequence[Leaf]) -> float:
+        """Return the bytes of ZeRO's buckets that stay from step to step, where they are several.
+
+        While one is filled, four are in transit, each with what is received for it; a bucket takes
+        the memory of one before it that is about as large.
+        ``leaves``  parameters in the order of forward.
+        """
+        if not self.axes or self.host or self.bucket:
+            return 0.0
+        # bytes of each bucket, and of what is received for it
+        buckets: list[tuple[int, int]] = [(0, 0)]
+        for leaf in reversed(leaves):
+            nbytes, ways = leaf.operand.nbytes, self.parts(leaf)
+            if buckets[-1][0] + nbytes > BUCKET:
+                buckets.append((0, 0))
+            if ways > 1:
+                filled = buckets[-1][0] + nbytes
+                buckets[-1] = filled, filled * (ways > 2)
+        free: list[int] = []
+        flying: list[tuple[int, ...]] = []
+        made = 0
+        for pair in buckets:
+            taken = []
+            for nbytes in filter(None, pair):
+                fits = [n for n in free if nbytes <= n <= Memory.slack * nbytes]
+                if fits:
+                    free.remove(min(fits))
+                else:
+                    made += nbytes
+                taken.append(min(fits, default=nbytes))
+                if len(taken) == 1 and len(flying) == FLYING:
+                    free += flying.pop(0)
+            flying.append(tuple(taken))
+        return made / self.pipe
+
     def gathering(self, sums: Iterable[GradientSum]) -> float:
         """Return the bytes of a bucket and of its sum, of gradients that are summed without ZeRO."""
         if not self.bucket or self.axes or self.host:
@@ -331,6 +370,9 @@ class Search:
         self.first = {n: call for call in reversed(step.calls) for n in call.reads}
         self.at = {id(c): i for i, c in enumerate(step.calls)}
         self.priced: dict[int, Price] = {}
+        # seconds that an offer's transfers take at the least
+        self.moving: dict[int, float] = {}
+        self.known: dict[Any, dict[State, list[Way]]] = {}
         self.policies: dict[str, Search] = {"": self}
         self.constants = candidates.constants()
 
@@ -342,6 +384,16 @@ class Search:
             if remat == "products":
                 found.table = self.table.holding
         return self.policies[remat]
+
+    def once(
+        self, calls: Sequence[Call], begin: State, limit: float,
+        ideal: Mapping[Call, tuple[float, float]], least: bool,
+    ) -> dict[State, list[Way]]:  # fmt: skip
+        """Return what ``run`` does, found once until ``known`` is cleared."""
+        key = id(calls), self.remat, begin, limit, least
+        if key not in self.known:
+            self.known[key] = self.run(calls, begin, limit, ideal, least)
+        return self.known[key]
 
     def run(
         self, calls: Sequence[Call], begin: State, limit: float = math.inf,
@@ -409,7 +461,7 @@ class Search:
             known[state] = have, given, dict.fromkeys(offers)
         have, given, found = known[state]
         for offer, taken in found.items():
-            if offer.moves and self.holding.passes * self.rates.least(offer.moves) > room:
+            if offer.moves and self._least_moving(offer) > room:
                 continue
             if taken is None:
                 taken = found[offer] = [
@@ -417,6 +469,14 @@ class Search:
                     for step in self._steps(call, offer)
                 ]
             yield from taken
+
+    def _least_moving(self, offer: Offer) -> float:
+        """Return the seconds that the transfers of an offer take at the least, found once."""
+        key = id(offer)
+        if key not in self.moving:
+            assert offer.moves is not None
+            self.moving[key] = self.holding.passes * self.rates.least(offer.moves)
+        return self.moving[key]
 
     def _price(self, taken: Transition) -> Price:
         """Return what a step costs, found once."""

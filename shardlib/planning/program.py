@@ -77,11 +77,14 @@ def solve(
     """
     if {c.part for c in columns} != {*range(len(counts))}:
         return None
+    if room == math.inf and not least:
+        found = _fastest(columns, counts)
+        return found if found and found.seconds <= limit else None
     rows = _Constraints(columns, counts)
     if limit < math.inf:
         rows.within(limit)
     most = room
-    if least or room == math.inf:
+    if least:
         room, most = max(c.kept + c.saved + c.most for c in columns), math.inf
     # a power of two: bytes are divided without rounding, and none is lost at the limit
     scale = 2.0 ** math.ceil(math.log2(max(room, 1.0)))
@@ -92,6 +95,30 @@ def solve(
     taken = tuple((c, n) for c, n in zip(columns, x, strict=True) if n)
     taken = tuple(sorted(taken, key=lambda cn: cn[0].part))
     return Solution(taken, sum(n * c.seconds for c, n in taken), peak(taken))
+
+
+def _fastest(columns: Sequence[Column], counts: Sequence[int]) -> Solution | None:
+    """Take one column for all layers of each part, of least seconds in any memory (Bellman)."""
+    cost = lambda c: (c.seconds, c.kept + c.saved + c.most)  # noqa: E731
+    of: dict[int, dict[tuple[Hashable, Hashable], Column]] = defaultdict(dict)
+    for c in sorted(columns, key=cost, reverse=True):
+        of[c.part][c.begin, c.end] = c
+    reached: dict[Hashable, tuple[float, tuple[tuple[Column, int], ...]]]
+    reached = {c.begin: (0.0, ()) for c in of[0].values()}
+    for part, count in enumerate(counts):
+        ends: dict[Hashable, tuple[float, tuple[tuple[Column, int], ...]]] = {}
+        for (begin, end), c in of[part].items():
+            if begin in reached:
+                seconds, taken = reached[begin]
+                ends[end] = min(
+                    ends.get(end, (math.inf, ())), (seconds + count * c.seconds, (*taken, (c, count))),
+                    key=lambda way: way[0],
+                )  # fmt: skip
+        reached = ends
+    if not reached:
+        return None
+    seconds, taken = min(reached.values(), key=lambda way: way[0])
+    return Solution(taken, seconds, peak(taken))
 
 
 def peak(taken: Sequence[tuple[Column, int]]) -> float:
@@ -131,6 +158,8 @@ class _Constraints:
         self.used |= {j: len(columns) + i for i, j in enumerate(stacked)}
         self.integers = len(columns) + len(stacked)
         self.peak = self.integers + 2 * len(counts)
+        # what all layers keep, and what each part saves and has of gradients
+        self.sums = self.peak + 1
         for part, count in enumerate(counts):
             self._row({j: 1.0 for j, c in enumerate(columns) if c.part == part}, count, count)
         for j in stacked:
@@ -165,7 +194,7 @@ class _Constraints:
             why = "plans are solved by scipy, which is not installed"
             raise ShardError(why, op="plan", fix="pip install scipy") from e
         program: Any = optimize
-        n, size = len(self.columns), self.peak + 1
+        n, size = len(self.columns), self.sums + 1 + 2 * len(self.counts)
         entries = [*self.entries, *self._peaks(scale)]
         cells = [(v, i, j) for i, (row, _, _) in enumerate(entries) for j, v in row.items()]
         values, at, of = zip(*cells, strict=True)
@@ -194,13 +223,23 @@ class _Constraints:
 
     def _peaks(self, scale: float) -> list[_Row]:
         """No moment holds more than the peak."""
-        columns = list(enumerate(self.columns))
-        end = {i: (d.kept + d.gradients) / scale for i, d in columns}
-        rows: list[_Row] = [({**end, self.peak: -1.0}, -math.inf, 0.0)]
-        firsts = {c.part: c for c in reversed(self.columns)}
-        for (part, c), last in itertools.product(firsts.items(), (0, 1)):
-            held = {i: _held(d, c, last) / scale for i, d in columns}
-            rows.append(({**held, self.integers + 2 * part + last: -1.0}, 0.0, 0.0))
+        columns, parts = list(enumerate(self.columns)), range(len(self.counts))
+        kept, saved, gradients = self.sums, *(self.sums + 1 + k * len(parts) for k in (0, 1))
+        rows: list[_Row] = []
+        for sums, bytes_of in (
+            (kept, lambda c: c.kept),
+            (saved, lambda c: c.saved),
+            (gradients, lambda c: c.gradients),
+        ):
+            of: dict[int, dict[int, float]] = defaultdict(dict)
+            for j, c in columns:
+                of[sums if sums == kept else sums + c.part][j] = bytes_of(c) / scale
+            rows += [({**row, at: -1.0}, 0.0, 0.0) for at, row in of.items()]
+        end = {kept: 1.0, **{gradients + q: 1.0 for q in parts}, self.peak: -1.0}
+        rows.append((end, -math.inf, 0.0))
+        for part, last in itertools.product(parts, (0, 1)):
+            held = {(saved if q < part + 1 - last else gradients) + q: 1.0 for q in parts}
+            rows.append(({**held, kept: 1.0, self.integers + 2 * part + last: -1.0}, 0.0, 0.0))
         for (j, c), last in itertools.product(columns, (0, 1)):
             row = {self.integers + 2 * c.part + last: 1.0, self.used[j]: c.beyond(last) / scale}
             rows.append(({**row, self.peak: -1.0}, -math.inf, 0.0))

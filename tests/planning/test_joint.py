@@ -1,5 +1,6 @@
 """What a program adds up is what the explanation of the step says."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -77,6 +78,40 @@ def test_sums_in_half_precision_are_counted_where_they_are_done(micros: int) -> 
         assert found.seconds == pytest.approx(made.seconds, rel=0.03)
         stages.add(setting.holding.stage)
     assert stages == {0, 2}
+
+
+@pytest.mark.parametrize(("ranks", "micros"), [(2, 1), (4, 1), (4, 4)])
+@pytest.mark.parametrize(
+    "widths", [[3000] * 8, [6000, 3000, 3000, 900, 900], [2600, 2600, 900, 100]]
+)
+def test_buckets_that_stay_from_step_to_step_are_counted(
+    ranks: int, micros: int, widths: list[int]
+) -> None:
+    layers = [nn.Linear(n, m) for n, m in itertools.pairwise(widths)]
+    model, batch = nn.Sequential(*layers).to("meta"), (torch.empty(64, widths[0]),)
+    mean: Any = lambda apply, params, x: apply(params, x).mean()  # noqa: E731
+    asked = Question(
+        model,
+        batch,
+        mean,
+        sl.optim.adamw(0.1),
+        CLUSTER,
+        1e12,
+        ranks,
+        micros=micros,
+        recipes=("ddp",),
+    )
+    study = Study(asked, micros)
+    (setting,) = (s for s in study.settings() if s.holding.axes and s.batch != ".")
+    found = solve(study.columns(setting.search, remat=False), study.counts)
+    assert found is not None
+    made = study.explained(found, setting)
+    assert made is not None
+    stay = setting.holding.pool(
+        [x for c, n in found.counts for x in n * [*c.way[0].choices().values()]]
+    )
+    assert found.peak + stay == pytest.approx(made.peak, rel=0.004)
+    assert stay > 0.1 * made.peak
 
 
 @pytest.mark.parametrize("mesh", [{"a": 2}])

@@ -53,6 +53,9 @@ def test_the_program_finds_what_every_choice_has_best(case: Any) -> None:
     if found is not None:
         assert found.seconds == min(fitting)
         assert found.peak == peak(found.counts) <= room
+    free = solve(columns, counts)
+    assert free is not None and free.peak == peak(free.counts)
+    assert free.seconds == min(sum(c.seconds * n for c, n in x) for x in choices)
     least = solve(columns, counts, room, least=True)
     assert least is not None
     assert least.peak == min(map(peak, choices))
