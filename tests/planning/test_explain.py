@@ -151,17 +151,18 @@ def test_peak_memory_on_paper_is_what_a_step_allocates(pool: Any) -> None:
 def second_step(tx: Any, step: Any, params: Any, *inputs: Any) -> tuple[Trace, int, Any]:
     """Step twice: what the second's gradients moved, the most bytes beside state, and parameters.
 
-    It finds the buckets that the first has made.
+    It finds the buckets that the first has made, and the state that it may have moved.
     """
-    state = tx.init(params)
     with Live() as live:
+        state = tx.init(params)
+        held = live.now
         for _ in range(2):
             live.peak = live.now
             with sl.trace() as t:
                 _, grads = step(params, *inputs)
             params, state, _ = sl.optim.step(tx, params, grads, state)
             del grads
-    return t, live.peak, params
+    return t, live.peak - held, params
 
 
 def steps_of_stages() -> dict[str, tuple[int, int]]:
@@ -225,10 +226,7 @@ def test_a_step_of_micro_batches_takes_what_paper_says_at_every_stage(pool: Any)
     """The first, one that stands for all between, and the last."""
     near = 0.01 if torch.get_default_device().type == "cpu" else 0.02
     for found in pool.run(steps_of_micro_batches, data=4):
-        # at stage 3 a second step takes larger vectors of the pool for smaller buckets
-        wrong = [
-            x for x in found if not x[1] or not -near - 0.05 * (x[0][0] == "3") < x[2] - 1 < near
-        ]
+        wrong = [x for x in found if not x[1] or abs(x[2] - 1) >= near]
         assert not wrong, wrong
 
 

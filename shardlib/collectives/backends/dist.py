@@ -449,7 +449,8 @@ def _inverse(order: Sequence[int]) -> list[int]:
 
 def pslice(x: Tensor, g: _Group, dim: int) -> Finish:
     n = x.shape[dim] // g.size
-    out = x.narrow(dim, g.index * n, n).contiguous()
+    # of its own memory, as on other back ends: a view would keep all of x
+    out = x.narrow(dim, g.index * n, n).clone(memory_format=torch.contiguous_format)
     return lambda: out
 
 
