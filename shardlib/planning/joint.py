@@ -274,6 +274,10 @@ class Study:
             if free is not None and (self.free is None or free.seconds < self.free.seconds):
                 self.free = free
             if free is not None and free.peak > (less := room - self._missed(free, setting)):
+                # where nothing has fitted yet, nothing may
+                if bound == math.inf and self.smallest(setting).peak > NEAR * room:
+                    solution = None
+                    break
                 columns = self.columns(setting.search, limit)
                 solution = solve(columns, self.counts, less, limit=limit, gap=GAP)
             if solution is not None:
