@@ -609,15 +609,15 @@ class Search:
             yield offer
             if matrices:
                 return
-            offer = None
         first = self._ask(call, given, {**matrices, **whole})
         if first is None:
             return
-        # its results tell which columns are split where the weight does not
-        if matrices:
-            columns = [columns_of(x) for x in first.outs]
-            offer = self._offer(call, given, matrices, whole, columns)
-        yield offer or ({**matrices, **whole}, first)
+        found = None
+        if whole and not offer:
+            # its results tell which columns are split where the weight does not, or was read before
+            columns = [columns_of(x) for x in first.outs if x.place.dims]
+            found = self._offer(call, given, matrices, whole, columns)
+        yield found or ({**matrices, **whole}, first)
 
     def _offer(
         self, call: Call, given: Mapping[int, Operand], matrices: Choice, whole: Choice,

@@ -8,7 +8,7 @@ within a drawn share of what it takes; where it is little, ZeRO, remat and micro
 Five steps of AdamW in fp64 on simulated ranks must lose what one process loses; the plan must fit;
 ``sl.explain`` of what ``plan.apply`` returns must say what the plan says; and a step must receive the
 bytes and messages that it says.  On four processes (``--real``) the most bytes of tensors that are
-alive in a second step must be those that the plan says, within 1 %, and its bytes and messages too;
+alive in a later step must be those that the plan says, within 1 %, and its bytes and messages too;
 as on paper, as many rows are routed to each expert.
 """
 
@@ -27,7 +27,7 @@ import shardlib as sl
 from benchmarks.zoo import BART, GPT2, SMALL, T5, TEXT, VIT, ZOO, B, D, V, _ids, _seeded
 from shardlib.planning.joint import placed
 from shardlib.planning.plan import Plan
-from tests.planning.test_explain import second_step
+from tests.planning.test_explain import later_step
 from tests.workers import Pool
 
 Link, Cluster = sl.planning.Link, sl.planning.Cluster
@@ -261,7 +261,7 @@ def evenly_routed(router: nn.Module, given: object, out: tuple[Any, ...]) -> Non
 
 
 def taken(name: str, how: Mapping[str, Any]) -> tuple[int, float, int]:
-    """Run by each of four ranks: the most bytes alive in a second step, bytes and messages."""
+    """Run by each of four ranks: the most bytes alive in a later step, bytes and messages."""
     torch.set_num_threads(1)
     module, inputs = made(name)
     for router in (m for m in module.modules() if type(m).__name__.endswith("TopKRouter")):
@@ -274,7 +274,7 @@ def taken(name: str, how: Mapping[str, Any]) -> tuple[int, float, int]:
         many["microbatches"] = how["microbatches"]
     loss = loss_over((*inputs,))
     step = sl.value_and_grad(lambda p, *x: loss(apply, p, *x), **many)
-    moved, most, _ = second_step(tx, step, params, *given)
+    moved, most, _ = later_step(tx, step, params, *given)
     return most, float(moved.bytes), moved.messages
 
 
@@ -284,12 +284,15 @@ def judge_real(case: Case, pool: Pool) -> tuple[str, Plan]:
     if plan.pipe > 1:
         return "", plan
     said = plan.json()
-    for peak, *received in pool.run(taken, case.model, said, seconds=200.0, **plan.mesh):
-        most = plan.explained.peak - plan.explained.transient + peak
-        if abs(most / plan.explained.peak - 1) > 0.01:
-            return f"{most} bytes at the most, said {plan.explained.peak}", plan
+    found = pool.run(taken, case.model, said, seconds=200.0, **plan.mesh)
+    # the most of any rank: what rows of a table's gradient a rank has depends on the words
+    most = plan.explained.peak - plan.explained.transient + max(peak for peak, *_ in found)
+    if abs(most / plan.explained.peak - 1) > 0.01:
+        return f"{most} bytes at the most, said {plan.explained.peak}", plan
+    for _, *received in found:
         for i, what in enumerate(("bytes", "messages")):
-            told = sum(m[i] for m in plan.along.values())
+            # up to the end of backward
+            told = sum(m[i] for m in plan.explained.work.along.values())
             if abs(told - received[i]) > 0.01 * max(told, received[i]):
                 return f"{received[i]:.0f} {what} received, said {told:.0f}", plan
     return "", plan

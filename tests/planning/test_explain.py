@@ -148,21 +148,24 @@ def test_peak_memory_on_paper_is_what_a_step_allocates(pool: Any) -> None:
         assert abs(here / paper - 1) < 0.05, (paper, here)
 
 
-def second_step(tx: Any, step: Any, params: Any, *inputs: Any) -> tuple[Trace, int, Any]:
-    """Step twice: what the second's gradients moved, the most bytes beside state, and parameters.
+def later_step(tx: Any, step: Any, params: Any, *inputs: Any) -> tuple[Trace, int, Any]:
+    """Step four times: what a later one's gradients moved, the most bytes beside state, and parameters.
 
-    It finds the buckets that the first has made, and the state that it may have moved.
+    A later one finds the buckets that the first has made, and the state that it may have moved.  Of
+    three the one that holds least counts: a send holds its operand until another rank has taken it.
     """
+    peaks = []
     with Live() as live:
         state = tx.init(params)
         held = live.now
-        for _ in range(2):
+        for _ in range(4):
             live.peak = live.now
             with sl.trace() as t:
                 _, grads = step(params, *inputs)
             params, state, _ = sl.optim.step(tx, params, grads, state)
             del grads
-    return t, live.peak - held, params
+            peaks.append(live.peak - held)
+    return t, min(peaks[1:]), params
 
 
 def steps_of_stages() -> dict[str, tuple[int, int]]:
@@ -178,7 +181,7 @@ def steps_of_stages() -> dict[str, tuple[int, int]]:
         params = tx.shard(params)
         plan = sl.explain(apply, params, (ids, ids), tx=tx)
         step = sl.value_and_grad(apply, into=None if stage == 3 else tx)
-        t, most, params = second_step(tx, step, params, ids, ids)
+        t, most, params = later_step(tx, step, params, ids, ids)
         found[f"stage {stage} {keep}"] = plan.peak, plan.peak - plan.transient + most
         assert (plan.bytes, plan.messages) == (t.bytes, t.messages), stage
         if stage > 1 and not keep:  # as if none had run
@@ -213,7 +216,7 @@ def steps_of_micro_batches() -> list[tuple[str, bool, float]]:
         plan = sl.explain(apply, params, given, tx=tx, microbatches=count)
         into = None if stage == 3 else tx
         step = sl.value_and_grad(apply, into=into, microbatches=count)  # type: ignore[call-overload]
-        t, most, _ = second_step(tx, step, params, *given)
+        t, most, _ = later_step(tx, step, params, *given)
         beside = plan.peak - plan.transient
         alike = (plan.bytes, plan.messages) == (t.bytes, t.messages)
         moved = {axes: (float(b), m) for axes, (b, m) in plan.work.along.items()}
@@ -252,7 +255,7 @@ def steps_of_own_parts() -> list[tuple[bool, float]]:
         params, f = tx.shard(params), lambda p, x, apply=apply: apply(p, x).square().mean()
         plan = sl.explain(f, params, x, tx=tx)
         step = sl.value_and_grad(f, into=None if stage == 3 else tx)  # type: ignore[call-overload]
-        t, most, _ = second_step(tx, step, params, x)
+        t, most, _ = later_step(tx, step, params, x)
         beside = plan.peak - plan.transient
         alike = (plan.bytes, plan.messages) == (t.bytes, t.messages)
         found.append((alike, (beside + most) / plan.peak))
@@ -397,7 +400,7 @@ def parts_of_stage_3(policy: str, keep: bool) -> tuple[Any, Any, float]:
     parts, f = tx.shard(params), lambda p, x: apply(p, x).square().mean()
     rows = sl.shard(x, "data .")
     plan, step = sl.explain(f, parts, rows, tx=tx), sl.value_and_grad(f)
-    t, most, _ = second_step(tx, step, tx.shard(params), rows)
+    t, most, _ = later_step(tx, step, tx.shard(params), rows)
     said = plan.forward.bytes + plan.backward.bytes, plan.forward.messages + plan.backward.messages
     with pytest.raises(sl.ShardError, match="cut for one mesh"):
         sl.explain(f, parts, x, mesh={"data": 8}, tx=tx)
