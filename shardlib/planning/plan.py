@@ -29,7 +29,7 @@ from shardlib.planning.cluster import Cluster, cluster_of
 from shardlib.planning.explanation import size
 from shardlib.planning.joint import NEAR, SURE, Proposal, Study, placed
 from shardlib.planning.question import Question, Strategy
-from shardlib.tensor import ShardedTensor
+from shardlib.tensor import ShardedTensor, heard
 
 FIX = "sl.plan(model, (ids,), ranks=8)"
 
@@ -410,10 +410,23 @@ def loss_of(out: object, labels: object) -> Tensor | None:
         return out
     if isinstance(labels, Tensor) and out.ndim == labels.ndim + 1:
         if isinstance(out, ShardedTensor) and isinstance(labels, ShardedTensor):
-            # a recipe may leave logits' rows elsewhere than its tokens
-            labels = reshard(labels, Layout(out.place.dims[:-1]))
+            labels = beside(labels, out)
         return F.cross_entropy(out.view(-1, out.shape[-1]), labels.view(-1))
     return None
+
+
+def beside(labels: ShardedTensor, out: ShardedTensor) -> ShardedTensor:
+    """Lay labels as the rows of logits, which may be elsewhere than those of the tokens.
+
+    It is recorded as a call, so that a search follows it to wherever the logits lie.
+    """
+
+    def moved(labels: ShardedTensor, out: ShardedTensor) -> ShardedTensor:
+        found = reshard(labels, Layout(out.place.dims[:-1]))
+        return labels.becomes(labels.raw) if found is labels else found
+
+    found: ShardedTensor = heard(moved, beside, labels, out)
+    return found
 
 
 # ---------------------------------------------------------------- the search

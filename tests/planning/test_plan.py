@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import shardlib as sl
@@ -16,6 +17,7 @@ from shardlib.command.train import checked, start
 from shardlib.planning.candidates import RECIPES, recipe_meshes
 from shardlib.planning.explain import explain
 from shardlib.planning.explanation import size
+from shardlib.planning.plan import loss_of
 from tests.planning.plans_run import OPTIMIZER, confirm, loss_over, made, stepped
 from tests.planning.test_joint import CLUSTER, GIVEN, Words, loss
 
@@ -182,6 +184,52 @@ def test_a_recipe_s_plan_is_one_process_s_and_moves_what_it_says(recipe: str, ra
     said = tuple(map(sum, zip(*found.along.values(), strict=True)))
     assert found.recipe == recipe and said == received
     assert confirm(inputs, module, found) == ""
+
+
+class Ends(nn.Module):
+    """Words whose table is also the weight of the last product, which has a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.up = nn.Embedding(512, 32), nn.Linear(32, 32)
+        self.bias = nn.Parameter(torch.randn(512))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return F.linear(self.up(self.table(ids)).tanh(), self.table.weight, self.bias)
+
+
+def test_labels_and_a_bias_lie_where_logits_do() -> None:
+    """Tokens, which are their own labels, may be split otherwise; the weight was read before."""
+    torch.manual_seed(0)
+    model, ids = Ends().double(), torch.arange(64).reshape(8, 8)
+    # whatever is held whole or sent takes long
+    costly = replace(RIG, bandwidth=1e7)
+    found = sl.plan(model, ids, mesh={"a": 2}, cluster=costly, optimizer=OPTIMIZER)
+    rules = {name: text for name, text, *_ in found.rules}
+    assert rules["table.weight"] == "a ." and rules["bias"] == "a"
+    cube = {"x": 2, "y": 2, "z": 1}
+    found = sl.plan(model, ids, mesh=cube, cluster=costly, recipes=["cube3d"], optimizer=OPTIMIZER)
+    assert found.inputs == ("(x y) .",)
+
+    def losses(plan: Any) -> list[float]:
+        with sl.simulate(**(plan.mesh if plan else {"a": 1})):
+            apply, params = sl.parallelize(model, [("*", "...")])
+            tx, text = OPTIMIZER, "..."
+            if plan:
+                apply, params, tx = plan.apply(model)
+                (text,) = plan.inputs
+            x, out = sl.shard(ids, text), []
+            step = sl.value_and_grad(
+                lambda p, x: loss_of(apply(p, x), x), **({"into": tx} if tx.sink else {})
+            )
+            state = tx.init(params)
+            for _ in range(3):
+                value, grads = step(params, x)
+                params, state, _ = sl.optim.step(tx, params, grads, state)
+                out.append(value.item())
+        return out
+
+    assert losses(found) == pytest.approx(losses(None), rel=1e-12)
 
 
 @pytest.mark.parametrize("name", ["mixtral (batched_mm)", "blocks of nn.Sequential"])

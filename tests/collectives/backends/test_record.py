@@ -139,6 +139,11 @@ def _rotated(x: torch.Tensor, axes: tuple[str, ...]) -> Any:
     return start(sl.ppermute, x, axes, [(i, (i + 1) % p) for i in range(p)]).wait
 
 
+def _sliced(x: torch.Tensor, axes: tuple[str, ...], dim: int) -> Any:
+    out = sl.collectives.pslice(x, axes, dim)
+    return lambda: out
+
+
 def _posted(op: Any, **params: Any) -> Any:
     return lambda x, axes: start(op, x, axes, **params).wait
 
@@ -154,6 +159,7 @@ POSTS: dict[str, Any] = {
         for s, c in ((0, 1), (1, 0), (0, 0))
     },
     "ppermute": _rotated,
+    **{f"pslice {d}": partial(_sliced, dim=d) for d in (0, 1)},
     **{f"scatter_into {a}": partial(_scattered, ahead=a) for a in (False, True)},
     "scatter_into in bf16": partial(_scattered, wire=torch.bfloat16),
     **{f"gather_into {a}": partial(_gathered, ahead=a) for a in (False, True)},
