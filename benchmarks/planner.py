@@ -153,7 +153,10 @@ MODELS: dict[str, tuple[Callable[[int], nn.Module], Callable[[], dict[str, Tenso
         lambda: {"input_ids": _ids(), "decoder_input_ids": _ids(length=128)},
     ),
     "whisper": (
-        _hf("WhisperForConditionalGeneration", "WhisperConfig", TWO, d_model=512),
+        _hf(
+            "WhisperForConditionalGeneration", "WhisperConfig", TWO, d_model=512,
+            encoder_attention_heads=8, decoder_attention_heads=8,
+        ),
         lambda: {"input_features": torch.empty(ROWS, 80, 3000), "decoder_input_ids": _ids(length=128)},
     ),
     "mamba": (_hf("MambaForCausalLM", "MambaConfig"), lambda: {"input_ids": _ids(length=64)}),

@@ -408,11 +408,16 @@ def loss_of(out: object, labels: object) -> Tensor | None:
     out = wide(out)
     if out.numel() == 1:
         return out
-    if isinstance(labels, Tensor) and out.ndim == labels.ndim + 1:
+    if isinstance(labels, Tensor) and _may_be_labels(labels, out):
         if isinstance(out, ShardedTensor) and isinstance(labels, ShardedTensor):
             labels = beside(labels, out)
         return F.cross_entropy(out.view(-1, out.shape[-1]), labels.view(-1))
     return None
+
+
+def _may_be_labels(x: Tensor, out: Tensor) -> bool:
+    """Return whether these are numbers of classes, one for each row of logits."""
+    return not x.is_floating_point() and x.shape == out.shape[:-1]
 
 
 def beside(labels: ShardedTensor, out: ShardedTensor) -> ShardedTensor:

@@ -98,14 +98,14 @@ def matmul(func: Func, args: Args, kwargs: Kwargs) -> Any:
     if len(left) > 1 and len(right) > 1 and isinstance(x, Tensor) and isinstance(w, Tensor):
         try:
             return product_of(x, w, call=None if kwargs else (func, args, kwargs))
-        except ShardError as e:
-            refusal = e
-        if len(left) == len(right) == 2:
-            raise refusal
-        try:
-            return contract(product_of, product_line(len(left), len(right)), x, w)
-        except ShardError:
-            raise refusal from None
+        except ShardError as refusal:
+            # a name that outlives this block would keep the operands until a garbage collection
+            if len(left) == len(right) == 2:
+                raise
+            try:
+                return contract(product_of, product_line(len(left), len(right)), x, w)
+            except ShardError:
+                raise refusal from None
     return contract(product_of, product_line(len(left), len(right)), x, w)
 
 

@@ -2,7 +2,9 @@
 of a value's products leaves for the next.
 """
 
+import gc
 import traceback
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -142,3 +144,20 @@ def test_a_product_without_bias_is_changed_in_place() -> None:
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_torch_s_spellings_of_a_product_equal_dense(name: str) -> None:
     run_on_meshes(name)
+
+
+@pytest.mark.parametrize(
+    ("left", "right"), [("x . .", "x . ."), ("x . .", ". . ."), ("x y .", "x y .")]
+)
+def test_what_a_product_read_is_freed_without_a_garbage_collection(left: str, right: str) -> None:
+    """Also where no algorithm takes its operands as they are, and they are contracted."""
+    with sl.simulate(x=2, y=2):
+        gc.disable()
+        try:
+            a, b = sl.shard(torch.rand(4, 6, 8), left), sl.shard(torch.rand(4, 8, 4), right)
+            raws = weakref.ref(a.raw), weakref.ref(b.raw)
+            assert (a @ b).shape == (4, 6, 4)
+            del a, b
+            assert [raw() for raw in raws] == [None, None]
+        finally:
+            gc.enable()
