@@ -147,7 +147,7 @@ def test_torch_s_spellings_of_a_product_equal_dense(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("left", "right"), [("x . .", "x . ."), ("x . .", ". . ."), ("x y .", "x y .")]
+    ("left", "right"), [("x . .", "x y ."), ("x . .", ". . ."), ("y . x", ". x .")]
 )
 def test_what_a_product_read_is_freed_without_a_garbage_collection(left: str, right: str) -> None:
     """Also where no algorithm takes its operands as they are, and they are contracted."""
