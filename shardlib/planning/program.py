@@ -97,23 +97,26 @@ def solve(
     return Solution(taken, sum(n * c.seconds for c, n in taken), peak(taken))
 
 
+_Path = tuple[float, tuple[tuple[Column, int], ...]]
+"""Seconds, and the columns taken with the number of layers that run so."""
+
+
 def _fastest(columns: Sequence[Column], counts: Sequence[int]) -> Solution | None:
     """Take one column for all layers of each part, of least seconds in any memory (Bellman)."""
     cost = lambda c: (c.seconds, c.kept + c.saved + c.most)  # noqa: E731
     of: dict[int, dict[tuple[Hashable, Hashable], Column]] = defaultdict(dict)
     for c in sorted(columns, key=cost, reverse=True):
         of[c.part][c.begin, c.end] = c
-    reached: dict[Hashable, tuple[float, tuple[tuple[Column, int], ...]]]
-    reached = {c.begin: (0.0, ()) for c in of[0].values()}
+    reached: dict[Hashable, _Path] = {c.begin: (0.0, ()) for c in of[0].values()}
     for part, count in enumerate(counts):
-        ends: dict[Hashable, tuple[float, tuple[tuple[Column, int], ...]]] = {}
+        ends: dict[Hashable, _Path] = {}
         for (begin, end), c in of[part].items():
-            if begin in reached:
-                seconds, taken = reached[begin]
-                ends[end] = min(
-                    ends.get(end, (math.inf, ())), (seconds + count * c.seconds, (*taken, (c, count))),
-                    key=lambda way: way[0],
-                )  # fmt: skip
+            if begin not in reached:
+                continue
+            spent, taken = reached[begin]
+            seconds = spent + count * c.seconds
+            if end not in ends or seconds < ends[end][0]:
+                ends[end] = seconds, (*taken, (c, count))
         reached = ends
     if not reached:
         return None
@@ -146,7 +149,8 @@ class _Constraints:
     """The constraints of a program.
 
     Variables, in this order: the count of each column; whether each column of a stack is used; for
-    each part and each end of its stack what all layers hold meanwhile; and the peak.
+    each part and each end of its stack what all layers hold meanwhile; the peak; what all layers
+    keep; and what each part saves, and has of gradients.
     """
 
     def __init__(self, columns: Sequence[Column], counts: Sequence[int]) -> None:
@@ -158,7 +162,6 @@ class _Constraints:
         self.used |= {j: len(columns) + i for i, j in enumerate(stacked)}
         self.integers = len(columns) + len(stacked)
         self.peak = self.integers + 2 * len(counts)
-        # what all layers keep, and what each part saves and has of gradients
         self.sums = self.peak + 1
         for part, count in enumerate(counts):
             self._row({j: 1.0 for j, c in enumerate(columns) if c.part == part}, count, count)
@@ -224,17 +227,14 @@ class _Constraints:
     def _peaks(self, scale: float) -> list[_Row]:
         """No moment holds more than the peak."""
         columns, parts = list(enumerate(self.columns)), range(len(self.counts))
-        kept, saved, gradients = self.sums, *(self.sums + 1 + k * len(parts) for k in (0, 1))
-        rows: list[_Row] = []
-        for sums, bytes_of in (
-            (kept, lambda c: c.kept),
-            (saved, lambda c: c.saved),
-            (gradients, lambda c: c.gradients),
-        ):
-            of: dict[int, dict[int, float]] = defaultdict(dict)
-            for j, c in columns:
-                of[sums if sums == kept else sums + c.part][j] = bytes_of(c) / scale
-            rows += [({**row, at: -1.0}, 0.0, 0.0) for at, row in of.items()]
+        kept, saved = self.sums, self.sums + 1
+        gradients = saved + len(parts)
+        of: dict[int, dict[int, float]] = defaultdict(dict)
+        for j, c in columns:
+            of[kept][j] = c.kept / scale
+            of[saved + c.part][j] = c.saved / scale
+            of[gradients + c.part][j] = c.gradients / scale
+        rows: list[_Row] = [({**row, at: -1.0}, 0.0, 0.0) for at, row in of.items()]
         end = {kept: 1.0, **{gradients + q: 1.0 for q in parts}, self.peak: -1.0}
         rows.append((end, -math.inf, 0.0))
         for part, last in itertools.product(parts, (0, 1)):
