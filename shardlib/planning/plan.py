@@ -476,7 +476,13 @@ class Planning:
             self._explain()
         for pipe in self._pipes():
             self._weigh(asked.micros or hiding(asked.rows, pipe), pipe)
-            self._explain(pipe)
+            try:
+                self._explain(pipe)
+            except ShardError:
+                if asked.pipe is not None or self.best is None:
+                    raise
+                # its stages are not known: forward does not run on the inputs that were guessed
+                break
             if self.best is not None and self.seconds < math.inf and self.best.pipe != pipe:
                 # more stages idle longer
                 break

@@ -19,7 +19,7 @@ from shardlib.planning.explain import explain
 from shardlib.planning.explanation import size
 from shardlib.planning.plan import loss_of
 from tests.planning.plans_run import OPTIMIZER, confirm, loss_over, made, stepped
-from tests.planning.test_joint import CLUSTER, GIVEN, Words, loss
+from tests.planning.test_joint import CLUSTER, GIVEN, Block, Words, loss
 
 SLOW = sl.planning.Link(1e-3, 8 / 50e6)  # 50 Mbit/s between all ranks
 RIG = sl.planning.Cluster(8e9, 5e10, 1, SLOW, SLOW)
@@ -416,6 +416,28 @@ def test_behind_slow_links_layers_are_on_different_ranks() -> None:
     want = losses({"a": 1}, model, None)
     assert losses(found.mesh, model, found) == pytest.approx(want, abs=1e-12)
     assert "[stages]" in found.toml() and f"microbatches = {found.microbatches}" in found.toml()
+
+
+class Shifted(nn.Module):
+    """Blocks that read a condition, of which no example is known from the module alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.h = nn.ModuleList([Block(32) for _ in range(8)])
+        self.shift = nn.Linear(16, 32)
+
+    def forward(self, x: torch.Tensor, condition: torch.Tensor) -> torch.Tensor:
+        shift = self.shift(condition)[:, None]
+        for block in self.h:
+            x = block(x + shift)
+        return x
+
+
+def test_where_stages_are_not_known_a_plan_has_none() -> None:
+    given = torch.empty(8, 16, 32), torch.empty(8, 16)
+    assert sl.plan(Shifted(), given, ranks=2, cluster=BUSY).pipe == 1
+    with pytest.raises(sl.ShardError):
+        sl.plan(Shifted(), given, ranks=2, cluster=BUSY, pipe=2)
 
 
 def test_a_parameter_s_other_layouts_and_a_plan_without_a_part_cost_more() -> None:
