@@ -24,6 +24,9 @@ from shardlib.optim.buckets import Bucket, Buckets, Index, Memory, Tree
 from shardlib.optim.index import IndexCache
 from shardlib.tensor import ShardedTensor
 
+FLYING = 4
+"""Buckets of gradients in transit at once at stage 2: on slow links backward must not wait for them."""
+
 _zero: Callable[[list[Tensor]], object] = foreach_ops()["zero_"]
 
 

@@ -24,7 +24,7 @@ from shardlib.optim.index import IndexCache, Indexed, ZeroSettings, same_index
 from shardlib.optim.names import load_state_dict, state_dict
 from shardlib.optim.norms import run_measured
 from shardlib.optim.precision import with_master
-from shardlib.optim.sink import Sink
+from shardlib.optim.sink import FLYING, Sink
 from shardlib.optim.transform import Step, mapped
 from shardlib.optim.trees import check_gradient, is_bucketed, pieces
 from shardlib.tensor import ShardedTensor, typeof
@@ -205,8 +205,7 @@ class SplitState:
             device = at.mesh.device
             return Sink(at.where, at.mesh, self.memory, dtypes, device=device, to="whole")
         heard = self.cache.on_arrival(at.where, at.mesh)
-        # four in transit: on slow links backward must not wait for them
-        more: dict[str, Any] = {"heard": heard, "most": 4, "ahead": True}
+        more: dict[str, Any] = {"heard": heard, "most": FLYING, "ahead": True}
         return self._sink(at.where, at.mesh, like, self.memory, **more)
 
 

@@ -10,13 +10,18 @@ states those of least seconds and of least bytes are followed, and of more than 
 those are left out that differ from another by a share GRAIN of the memory.
 """
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
 
 from shardlib.cost import Cost
 from shardlib.dtypes import wider
@@ -24,18 +29,14 @@ from shardlib.errors import NoImplementation
 from shardlib.layouts import Dim
 from shardlib.mesh import Axes
 from shardlib.optim.buckets import Memory
+from shardlib.optim.index import MOST
+from shardlib.optim.sink import FLYING
 from shardlib.planning.calls import Call, StepCalls
 from shardlib.planning.candidates import PRODUCTS, Candidates, Choice, Leaf, columns_of
 from shardlib.planning.strategies import CallStrategy, GradientSum, Operand, Table
 from shardlib.planning.work import Rates, StepWork
 
 T = TypeVar("T")
-
-BUCKET = 25 * 2**20
-"""Bytes of gradients that are summed in one transfer, as by ``zero(bucket_mb=25)``."""
-
-FLYING = 4
-"""Buckets of gradients in transit at once, as stage 2 of ``zero`` has them."""
 
 MANY, GRAIN = 16, 1e-3
 """Ways of a state, from which on this share of the memory is no difference between two of them."""
@@ -207,11 +208,11 @@ class Holding:
     @property
     def bucket(self) -> bool:
         """Whether one bucket takes all gradients, so that it is held with them."""
-        return self.total <= BUCKET
+        return self.total <= MOST
 
     def buckets(self, nbytes: float) -> float:
         """Return the share of transfers of whole buckets that a gradient of so many bytes causes."""
-        return nbytes / min(BUCKET, self.total)
+        return nbytes / min(MOST, self.total)
 
     @property
     def passes(self) -> float:
@@ -264,37 +265,31 @@ class Holding:
     def pool(self, leaves: Sequence[Leaf]) -> float:
         """Return the bytes of ZeRO's buckets that stay from step to step, where they are several.
 
-        While one is filled, four are in transit, each with what is received for it; a bucket takes
-        the memory of one before it that is about as large.
+        While one is filled others are in transit, each with what is received for it, in memory that
+        is taken and given back as in a step.
         ``leaves``  parameters in the order of forward.
         """
         if not self.axes or self.host or self.bucket:
             return 0.0
-        # bytes of each bucket, and of what is received for it
-        buckets: list[tuple[int, int]] = [(0, 0)]
+        # bytes of each bucket, and whether there is memory beside it for what is received
+        buckets: list[tuple[int, bool]] = []
         for leaf in reversed(leaves):
             nbytes, ways = leaf.operand.nbytes, self.parts(leaf)
-            if buckets[-1][0] + nbytes > BUCKET:
-                buckets.append((0, 0))
-            if ways > 1:
-                filled = buckets[-1][0] + nbytes
-                buckets[-1] = filled, filled * (ways > 2)
-        free: list[int] = []
-        flying: list[tuple[int, ...]] = []
-        made = 0
-        for pair in buckets:
-            taken = []
-            for nbytes in filter(None, pair):
-                fits = [n for n in free if nbytes <= n <= Memory.slack * nbytes]
-                if fits:
-                    free.remove(min(fits))
-                else:
-                    made += nbytes
-                taken.append(min(fits, default=nbytes))
-                if len(taken) == 1 and len(flying) == FLYING:
-                    free += flying.pop(0)
-            flying.append(tuple(taken))
-        return made / self.pipe
+            if ways == 1:
+                continue
+            if not buckets or buckets[-1][0] + nbytes > MOST:
+                buckets.append((0, False))
+            buckets[-1] = buckets[-1][0] + nbytes, ways > 2
+        memory = Memory()
+        take = partial(memory.take, dtype=torch.uint8, device=torch.device("meta"))
+        flying: list[list[Tensor]] = []
+        for nbytes, received in buckets:
+            taken = [take((nbytes,))]
+            if len(flying) == FLYING:
+                memory.give(*flying.pop(0))
+            flying.append([*taken, *(take((nbytes,)) for _ in range(received))])
+        memory.give(*itertools.chain(*flying))
+        return sum(x.nbytes for some in memory.free.values() for x in some) / self.pipe
 
     def gathering(self, sums: Iterable[GradientSum]) -> float:
         """Return the bytes of a bucket and of its sum, of gradients that are summed without ZeRO."""
@@ -329,7 +324,7 @@ class Holding:
             p, nbytes = self.ways(axes), s.nbytes / self.ways(over)
             work.receive(axes, 2 * (p - 1) / p * nbytes, 2 * (p - 1) * self.buckets(nbytes))
             # into a bucket and out of it; a large one is sent as it is
-            work.touched += 4 * nbytes * (nbytes < BUCKET)
+            work.touched += 4 * nbytes * (nbytes < MOST)
         return work
 
     def reduced(self, leaf: Leaf) -> StepWork:

@@ -410,7 +410,7 @@ def loss_of(out: object, labels: object) -> Tensor | None:
         return out
     if isinstance(labels, Tensor) and _may_be_labels(labels, out):
         if isinstance(out, ShardedTensor) and isinstance(labels, ShardedTensor):
-            labels = beside(labels, out)
+            labels = lay_labels(labels, out)
         return F.cross_entropy(out.view(-1, out.shape[-1]), labels.view(-1))
     return None
 
@@ -420,7 +420,7 @@ def _may_be_labels(x: Tensor, out: Tensor) -> bool:
     return not x.is_floating_point() and x.shape == out.shape[:-1]
 
 
-def beside(labels: ShardedTensor, out: ShardedTensor) -> ShardedTensor:
+def lay_labels(labels: ShardedTensor, out: ShardedTensor) -> ShardedTensor:
     """Lay labels as the rows of logits, which may be elsewhere than those of the tokens.
 
     It is recorded as a call, so that a search follows it to wherever the logits lie.
@@ -428,9 +428,12 @@ def beside(labels: ShardedTensor, out: ShardedTensor) -> ShardedTensor:
 
     def moved(labels: ShardedTensor, out: ShardedTensor) -> ShardedTensor:
         found = reshard(labels, Layout(out.place.dims[:-1]))
-        return labels.becomes(labels.raw) if found is labels else found
+        if found is labels:
+            # a call is recorded only if it gives a new value
+            return labels.becomes(labels.raw)
+        return found
 
-    found: ShardedTensor = heard(moved, beside, labels, out)
+    found: ShardedTensor = heard(moved, lay_labels, labels, out)
     return found
 
 

@@ -79,7 +79,9 @@ def solve(
         return None
     if room == math.inf and not least:
         found = _fastest(columns, counts)
-        return found if found and found.seconds <= limit else None
+        if found is None or found.seconds <= limit:
+            return found
+        return None
     rows = _Constraints(columns, counts)
     if limit < math.inf:
         rows.within(limit)
@@ -238,8 +240,15 @@ class _Constraints:
         end = {kept: 1.0, **{gradients + q: 1.0 for q in parts}, self.peak: -1.0}
         rows.append((end, -math.inf, 0.0))
         for part, last in itertools.product(parts, (0, 1)):
-            held = {(saved if q < part + 1 - last else gradients) + q: 1.0 for q in parts}
-            rows.append(({**held, kept: 1.0, self.integers + 2 * part + last: -1.0}, 0.0, 0.0))
+            # parts of which all layers are still saved, and those that have their gradients
+            before = part + 1 - last
+            held = [
+                kept,
+                *(saved + q for q in parts[:before]),
+                *(gradients + q for q in parts[before:]),
+            ]
+            row = {**dict.fromkeys(held, 1.0), self.integers + 2 * part + last: -1.0}
+            rows.append((row, 0.0, 0.0))
         for (j, c), last in itertools.product(columns, (0, 1)):
             row = {self.integers + 2 * c.part + last: 1.0, self.used[j]: c.beyond(last) / scale}
             rows.append(({**row, self.peak: -1.0}, -math.inf, 0.0))

@@ -129,7 +129,7 @@ def test_stages_that_no_device_holds_are_planned_in_tiers() -> None:
     assert max(sum(p.tiers.host.values()) for p in found.explained.places) <= 2e6
 
 
-def losses(mesh: Any, model: Any, plan: Any, batch: Any = GIVEN) -> list[float]:
+def losses(mesh: Any, model: Any, plan: Any, batch: Any = GIVEN, loss: Any = loss) -> list[float]:
     with sl.simulate(**mesh):
         tx = sl.optim.adamw(1e-3)
         how: dict[str, Any] = {}
@@ -204,32 +204,16 @@ def test_labels_and_a_bias_lie_where_logits_do() -> None:
     model, ids = Ends().double(), torch.arange(64).reshape(8, 8)
     # whatever is held whole or sent takes long
     costly = replace(RIG, bandwidth=1e7)
-    found = sl.plan(model, ids, mesh={"a": 2}, cluster=costly, optimizer=OPTIMIZER)
+    found = sl.plan(model, ids, mesh={"a": 2}, cluster=costly)
     rules = {name: text for name, text, *_ in found.rules}
     assert rules["table.weight"] == "a ." and rules["bias"] == "a"
     cube = {"x": 2, "y": 2, "z": 1}
-    found = sl.plan(model, ids, mesh=cube, cluster=costly, recipes=["cube3d"], optimizer=OPTIMIZER)
+    found = sl.plan(model, ids, mesh=cube, cluster=costly, recipes=["cube3d"])
     assert found.inputs == ("(x y) .",)
 
-    def losses(plan: Any) -> list[float]:
-        with sl.simulate(**(plan.mesh if plan else {"a": 1})):
-            apply, params = sl.parallelize(model, [("*", "...")])
-            tx, text = OPTIMIZER, "..."
-            if plan:
-                apply, params, tx = plan.apply(model)
-                (text,) = plan.inputs
-            x, out = sl.shard(ids, text), []
-            step = sl.value_and_grad(
-                lambda p, x: loss_of(apply(p, x), x), **({"into": tx} if tx.sink else {})
-            )
-            state = tx.init(params)
-            for _ in range(3):
-                value, grads = step(params, x)
-                params, state, _ = sl.optim.step(tx, params, grads, state)
-                out.append(value.item())
-        return out
-
-    assert losses(found) == pytest.approx(losses(None), rel=1e-12)
+    own = lambda apply, p, x: loss_of(apply(p, x), x)  # noqa: E731
+    want = losses({"a": 1}, model, None, (ids,), own)
+    assert losses(found.mesh, model, found, (ids,), own) == pytest.approx(want, rel=1e-12)
 
 
 @pytest.mark.parametrize("name", ["mixtral (batched_mm)", "blocks of nn.Sequential"])
