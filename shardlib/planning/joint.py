@@ -312,9 +312,8 @@ class Study:
         holding = setting.holding
         if holding.stage in self.missing:
             return self.missing[holding.stage]
-        # of more equal layers no more is in transit
-        layers = (c.way[0].choices().values() for c, n in found.counts for _ in range(min(n, 9)))
-        return holding.pool([leaf for layer in layers for leaf in layer])
+        layers = ((c.way[0].choices().values(), n) for c, n in found.counts)
+        return holding.pool([leaf for layer, n in layers for leaf in [*layer] * n])
 
     @property
     def enough(self) -> bool:

@@ -82,7 +82,7 @@ def test_sums_in_half_precision_are_counted_where_they_are_done(micros: int) -> 
 
 @pytest.mark.parametrize(("ranks", "micros"), [(2, 1), (4, 1), (4, 4)])
 @pytest.mark.parametrize(
-    "widths", [[3000] * 8, [6000, 3000, 3000, 900, 900], [2600, 2600, 900, 100]]
+    "widths", [[3000] * 8, [900] * 60, [6000, 3000, 3000, 900, 900], [2600, 2600, 900, 100]]
 )
 def test_buckets_that_stay_from_step_to_step_are_counted(
     ranks: int, micros: int, widths: list[int]
