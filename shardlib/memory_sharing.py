@@ -8,7 +8,7 @@ a copy, and torch would show a write to one in the other: ``link`` records such 
 import inspect
 import itertools
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -152,6 +152,34 @@ class SavedTensor:
                 fix="y = y + 1  # in place of y += 1",
             )
         return self.x
+
+
+class TensorForm(NamedTuple):
+    """Shape, strides and dtype of a tensor; a tensor on the meta device counts as memory on paper.
+
+    >>> x = torch.empty(2, 3).T
+    >>> TensorForm.of(x).empty("meta").stride() == x.stride()
+    True
+    >>> TensorForm.of(torch.empty(4, 6)[:, :2]).strides
+    (2, 1)
+    """
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, x: Tensor) -> "TensorForm":
+        """Return the form of a tensor, with its dimensions in the same order and no gaps."""
+        strides, reach = [0] * x.ndim, 1
+        for d in sorted(range(x.ndim), key=lambda d: (x.stride(d), x.shape[d])):
+            strides[d] = reach
+            reach *= x.shape[d]
+        return cls(tuple(x.shape), tuple(strides), x.dtype)
+
+    def empty(self, device: torch.device | str) -> Tensor:
+        """Return a tensor of this form, without values."""
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
 
 
 def unpacked(kept: Any) -> Tensor:

@@ -31,7 +31,7 @@ from torch.utils.checkpoint import checkpoint
 from shardlib._compat import backward_now
 from shardlib.collectives import Away
 from shardlib.errors import RuleLint, similar
-from shardlib.memory_sharing import SavedTensor, unpacked, writes
+from shardlib.memory_sharing import SavedTensor, TensorForm, unpacked, writes
 from shardlib.mesh import scope, within
 from shardlib.modules.rules import Pattern, is_pattern, matches, nearest, rule_error
 from shardlib.modules.weightless_copy import Around
@@ -205,7 +205,7 @@ class _Twin:
         return reader.load()
 
 
-_SMALL = 4096
+SMALL = 4096
 """Bytes of a rank below which a move costs more than the memory that it saves."""
 
 
@@ -241,7 +241,7 @@ def _packed(parts: Any, stay: Collection[int], x: Tensor) -> Any:
         return weight
     tier = parts and parts.room.activations
     shares = tier.shares if tier else 1
-    small = x.nbytes < _SMALL * shares or x.layout is not torch.strided
+    small = x.nbytes < SMALL * shares or x.layout is not torch.strided
     # what a recomputation saves is needed at once
     if small or x.untyped_storage()._cdata in stay or backward_now() != -1:
         return SavedTensor(x)
@@ -249,10 +249,7 @@ def _packed(parts: Any, stay: Collection[int], x: Tensor) -> Any:
         return tier.keep(x)
     if x.device.type == "cpu":
         return SavedTensor(x)
-    if x.is_meta:
-        # a planned call: count nothing on the device
-        return _OnPaper(x)
-    return Away(x)
+    return _OnPaper(x) if x.is_meta else Away(x)
 
 
 class _SavedValue(NamedTuple):
@@ -267,12 +264,21 @@ class _SavedValue(NamedTuple):
         return ShardedTensor(unpacked(self.kept).detach().requires_grad_(self.asks), self.place)
 
 
-class _OnPaper:
-    """Form of a tensor of a planned call that is kept in host memory."""
+class _OnPaper(Away):
+    """Tensor of a planned call that would be kept in host memory: on the device it counts as there."""
 
-    def __init__(self, x: Tensor) -> None:
-        self.shape, self.dtype = x.shape, x.dtype
+    def _is_late(self) -> bool:
+        return True
 
-    def back(self) -> Tensor:
-        """Return a tensor of this form."""
-        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+    def _send(self, x: Tensor) -> None:
+        self.form = TensorForm.of(x)
+        told = getattr(scope().listeners.watcher, "away", None)
+        if told is not None:
+            told(x.nbytes)
+
+    def _leave(self) -> None:
+        self.near = None
+
+    def _fetch(self) -> None:
+        if self.near is None:
+            self.near = self.form.empty("meta")

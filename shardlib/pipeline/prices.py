@@ -102,7 +102,8 @@ class _PaperStep(PipelineStep):
         kinds = self.traffic.kinds
         with Paths() as paths, trace() as t, Meter(StepWork()) as meter:
             self.watch = CallRecorder(t, self.inner.size, True, paths)
-            self.meter, self.events = meter, t.events
+            self.watch.live = self.meter = meter
+            self.events = t.events
             for after in [["B"]] * ("B" in kinds) + [["I", "W"]] * ("I" in kinds) or [[]]:
                 self.traffic.parted = {(s, 0) for s in range(self.table.stages) if "I" in after}
                 for x in filter(_in_tiers, self.parts):

@@ -43,7 +43,8 @@ class Cluster:
     ``source``  origin of the links' figures.
     ``bandwidth``  bytes per second that a rank reads and writes in its memory, by which operators
                    of the stages of a pipeline are priced; infinite where it is not known.
-    ``host``       bytes per second to host memory, and from it, by which memory tiers are priced.
+    ``host``       bytes per second to host memory, and from it, by which memory tiers and remat
+                   "host" are priced.
     ``call``       seconds of an operator beside these.
     ``kernels``    operations per second by kind of kernel and size, {"matmul float32": {64: 6e10}};
                    without a kind ``flops`` is its rate.  What ``measured`` finds on this device.
@@ -65,7 +66,8 @@ class Cluster:
 
     def rates(self, mesh: Mapping[str, int]) -> Rates:
         """Return what prices the work of a rank of a mesh with these axes."""
-        return Rates(self.links(mesh), self.flops, self.bandwidth, self.call, self.kernels)
+        links = self.links(mesh)
+        return Rates(links, self.flops, self.bandwidth, self.call, self.kernels, self.host)
 
     def links(self, mesh: Mapping[str, int]) -> dict[str, Link]:
         """Return the link of each mesh axis; consecutive ranks of the last axis share a node."""

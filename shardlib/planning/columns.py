@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 from shardlib.planning.calls import Call
-from shardlib.planning.pareto import Holding, Search, State, Way, narrowed
+from shardlib.planning.pareto import Search, State, Way, narrowed
 from shardlib.planning.parts import Part
 from shardlib.planning.program import Column
 
@@ -44,7 +44,7 @@ def columns_of(
                 if layers > 1 and not _repeats(begin, end):
                     continue
                 states = key(begin), key(end)
-                made = [_column(number, states, way, remat, kept, search.holding) for way in some]
+                made = [_column(number, states, way, remat, kept, search) for way in some]
                 found += undominated(made, least)
                 first = spent + layers * min(c.seconds for c in made)
                 held = min(c.kept + c.saved for c in made)
@@ -61,8 +61,8 @@ def _ends(
 
     What is computed again is saved by none, but what is held, and what a single layer reads.
     """
-    if not remat:
-        yield from ((end, None, some) for end, some in ways.items())
+    if remat in ("", "host"):
+        yield from ((replace(end, near=0), None, some) for end, some in ways.items())
         return
     read = begin.saved | (_roots(part.calls, begin) if len(part.layers) == 1 else set())
     for after, several in ways.items():
@@ -75,16 +75,19 @@ def _ends(
 
 
 def _column(
-    part: int, states: tuple[Any, Any], way: Way, remat: str, kept: int | None, holding: Holding
+    part: int, states: tuple[Any, Any], way: Way, remat: str, kept: int | None, search: Search
 ) -> Column:
     """Return the column of a way; ``kept`` is what it saves of what it reads where it is run again."""
-    saved = way.saved
+    saved, away, flying = way.saved, 0.0, search.holding.flying
     if kept is not None:
         saved = kept + way.held
-    held = holding.flying * saved
+    if remat == "host":
+        away = flying * sum(step.strategy.away for step in way.steps()) / search.host
+    held = flying * saved
     # while it runs it holds as much beside what it saved as it would in a pipeline of one stage
     most = way.most - saved + held
-    return Column(part, *states, way.seconds, way.kept, way.gradients, held, most, way=(way, remat))
+    costs = way.seconds, way.kept, way.gradients, held, most, away
+    return Column(part, *states, *costs, way=(way, remat))
 
 
 def _borders(begin: State, end: State) -> int:
@@ -131,7 +134,7 @@ def undominated(columns: Sequence[Column], least: bool = False) -> list[Column]:
     for c in sorted(columns, key=cost):
         if not any(
             d.kept <= c.kept and d.saved <= c.saved and d.most <= c.most
-            and d.gradients <= c.gradients for d in found
+            and d.gradients <= c.gradients and d.away <= c.away for d in found
         ):  # fmt: skip
             found.append(c)
     return found

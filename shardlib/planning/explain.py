@@ -206,6 +206,7 @@ class _Call(NamedTuple):
             together = _Together(raws if sink is None else [], watch)
             work = StepWork()
             with new_pool(sink), together, Meter(work) as live:
+                watch.live = live
                 with within(watcher=watch):
                     out = self.apply(params, *args, **kwargs)
                 saved = live.now
@@ -236,6 +237,7 @@ class _Call(NamedTuple):
                 return out
 
             with new_pool(sink), Meter(work) as live:
+                watch.live = live
                 batch = MicroBatches(args, kwargs, count)
                 for k in sorted({0, min(1, count - 1), count - 1}):
                     live.work, events, rows = StepWork(), len(t.events), len(watch.rows)
@@ -287,11 +289,13 @@ def _steady(live: Meter, tx: Transform | None, params: Any, grads: Any, state: A
 
 
 def updated(live: Meter, tx: Transform | None, params: Any, grads: Any, state: Any) -> bool:
-    """Update parameters on paper; return whether ZeRO has the gradients, whose buckets stay.
+    """Update parameters on paper; return whether buckets of gradients stay from step to step.
 
-    The update makes further buckets.  In memory tiers none are on the device.
+    The update makes further buckets.  In memory tiers it runs on the host.
     """
-    if tx is None or isinstance(params, PaperParts) or not isinstance(grads, Buckets):
+    if isinstance(params, PaperParts):
+        return True
+    if tx is None or not isinstance(grads, Buckets):
         return False
     live.work = StepWork()
     # an update that asks for values cannot run; the gradients' buckets are there
@@ -312,10 +316,7 @@ def _in_tiers(
     for notes in call.rounds:
         replay.run(notes, computing / len(call.rounds))
     use = replay.use(params.index, found.state, cluster)
-    # on paper the gradients, or their sums, stayed on the device
-    held = sum(cache.sizes[c] for c in cache.trained) if count is None else cache.sums
-    left = max(found.transient - held, found.saved)
-    return replace(found, parameters=use.device, transient=left, state=0, tiers=use)
+    return replace(found, parameters=use.device, state=0, tiers=use)
 
 
 def papers(tree: Any, paper: Mesh, notes: list[Note]) -> Any:
@@ -375,6 +376,7 @@ class CallRecorder:
     ``marks``  whether rows get the events of their gradients, up to ``seen``.
     ``apart``  events of gradients that are summed together.
     ``nodes``  of the graph, kept alive so that no id is reused.
+    ``live``   the meter of the work.
     """
 
     t: Trace
@@ -389,6 +391,12 @@ class CallRecorder:
     row: Row | None = None
     apart: list[Event] = field(default_factory=list)
     nodes: set[Any] = field(default_factory=set)
+    live: Meter | None = None
+
+    def away(self, nbytes: int) -> None:
+        """Count the bytes of a saved tensor that goes to host memory."""
+        if self.live is not None:
+            self.live.work.away += nbytes
 
     def chose(self, match: Match, product: bool = False) -> None:
         self.match, self.product = match, product

@@ -226,6 +226,8 @@ class Explanation:
         lines.append(f"peak        {size(self.peak)}")
         if self.tiers is not None:
             lines.append(str(self.tiers))
+        if self.work.away:
+            lines.append(f"host        {size(self.work.away)} saved there, and fetched in backward")
         for name, t in (("forward", self.forward), ("backward", self.backward)):
             lines.append(f"{name:<11} {size(t.bytes)} in {t.messages} messages")
         if self.bound:

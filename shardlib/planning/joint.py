@@ -213,7 +213,7 @@ class Study:
             for over in dict.fromkeys(every[::-1] if self.asked.zero else every[:1]):
                 stage = 3 if host else 2 * bool(over)
                 holding = Holding(axes, over, stage, self.state, self.micros, pipe, self.total)
-                given = holding, inputs, self.asked.room
+                given = holding, inputs, self.asked.room, self.asked.host or 0.0
                 search = Search(self.step, table, candidates, rates, *given)
                 yield Setting(search, batch, recipe)
 
@@ -308,12 +308,17 @@ class Study:
         return max(found.seconds, moved / self.cluster.host)
 
     def _missed(self, found: Solution, setting: Setting) -> float:
-        """Return the bytes that a program does not count: as many as in other plans, or ZeRO's buckets."""
+        """Return the bytes that a program does not count: as many as in other plans, or of buckets.
+
+        Those are ZeRO's, and in memory tiers what the largest block needs.
+        """
         holding = setting.holding
         if holding.stage in self.missing:
             return self.missing[holding.stage]
-        layers = ((c.way[0].choices().values(), n) for c, n in found.counts)
-        return holding.pool([leaf for layer, n in layers for leaf in [*layer] * n])
+        layers = [([*c.way[0].choices().values()], n) for c, n in found.counts]
+        if holding.host:
+            return max((holding.block(leaves) for leaves, _ in layers), default=0.0)
+        return holding.pool([leaf for leaves, n in layers for leaf in leaves * n])
 
     @property
     def enough(self) -> bool:
@@ -331,7 +336,9 @@ class Study:
         if self.free is None:
             return 1.0
         # what a batch saves is cut, what parameters take is not, and sums of gradients are held
-        kept = sum(n * c.kept for c, n in self.free.counts)
+        kept = 0.0
+        if self.asked.host is None:
+            kept = sum(n * c.kept for c, n in self.free.counts)
         room = max(self.asked.room - 1.5 * kept, self.asked.room / 8, 1.0)
         return max((self.free.peak - kept) / room, 2.0)
 
@@ -415,7 +422,9 @@ class Study:
         """Return the policies of remat to weigh: layers may be computed again, what is around them not."""
         module: Any = type(self.small.get_submodule(part.path))
         runs = part.path and module.forward is not nn.Module.forward
-        return ("", "products", "full") if remat and self.asked.remat and runs else ("",)
+        if not (remat and self.asked.remat and runs):
+            return ("",)
+        return ("", "products", "full", *["host"] * bool(self.asked.host))
 
     def _alone(self) -> dict[Call, tuple[float, float]]:
         """Return the seconds of both passes of each call on one rank."""

@@ -61,15 +61,19 @@ class Alive(NamedTuple):
 
 @dataclass(frozen=True)
 class State:
-    """State behind some calls: the values alive, and the roots among them saved for backward."""
+    """State behind some calls: the values alive, and the roots among them saved for backward.
+
+    ``near``  bytes that the last call saved to host memory, and that are still on the device.
+    """
 
     alive: tuple[Alive, ...] = ()
     saved: frozenset[int] = frozenset()
+    near: int = 0
     # a key of many tables
     _hash: int = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_hash", hash((self.alive, self.saved)))
+        object.__setattr__(self, "_hash", hash((self.alive, self.saved, self.near)))
 
     def __hash__(self) -> int:
         return self._hash
@@ -108,8 +112,8 @@ class Transition(NamedTuple):
     """A step from a state to the one behind its call, which is the same under every stage of ZeRO.
 
     ``given``  the operands of the call that were there before, by number.
-    ``saved``  bytes that it saves in addition; ``meanwhile`` the most that either pass holds there
-               beside all that is saved until then.
+    ``saved``  bytes that it saves in addition, on the device; ``meanwhile`` the most that either
+               pass holds there beside all that is saved until then.
     ``held``   bytes that it holds where the rest is computed again.
     """
 
@@ -122,13 +126,17 @@ class Transition(NamedTuple):
 
 
 class Price(NamedTuple):
-    """Cost that a step adds to a way: seconds of passes, and bytes as ``Way`` has them."""
+    """Cost that a step adds to a way: seconds of passes, and bytes as ``Way`` has them.
+
+    ``moving``  seconds of what it saves to host memory and back, where that is done.
+    """
 
     forward: float
     back: float
     again: float
     kept: float
     gradients: float
+    moving: float
 
 
 class Way:
@@ -269,7 +277,7 @@ class Holding:
         is taken and given back as in a step.
         ``leaves``  parameters in the order of forward.
         """
-        if not self.axes or self.host or self.bucket:
+        if not self.axes or self.bucket:
             return 0.0
         # bytes of each bucket, and whether there is memory beside it for what is received
         buckets: list[tuple[int, bool]] = []
@@ -290,6 +298,18 @@ class Holding:
             flying.append([*taken, *(take((nbytes,)) for _ in range(received))])
         memory.give(*itertools.chain(*flying))
         return sum(x.nbytes for some in memory.free.values() for x in some) / self.pipe
+
+    def block(self, leaves: Iterable[Leaf]) -> float:
+        """Return the bytes that memory tiers need on the device for a block of these parameters.
+
+        Its parts; where they are gathered, it and the next one, and three gradients of which two are
+        in transit, else two.
+        """
+        found = 0.0
+        for leaf in leaves:
+            ways = self.parts(leaf)
+            found += leaf.operand.nbytes * (1 / ways + (5 if ways > 1 else 2))
+        return found
 
     def gathering(self, sums: Iterable[GradientSum]) -> float:
         """Return the bytes of a bucket and of its sum, of gradients that are summed without ZeRO."""
@@ -349,19 +369,19 @@ class Holding:
 class Search:
     """The best ways through a step's calls on a mesh.
 
-    ``room``   bytes of a rank, see ``undominated``.
+    ``room``   bytes of a rank, see ``undominated``; ``host`` those of host memory for what is saved.
     ``remat``  "" to save what backward reads, "full" to save nothing: the part is run again;
-               "products" to hold the results of products and attention, and compute the rest again.
-               ``under`` gives the search of another policy.
+               "products" to hold the results of products and attention, and compute the rest again;
+               "host" to save in host memory.  ``under`` gives the search of another policy.
     """
 
     def __init__(
         self, step: StepCalls, table: Table, candidates: Candidates, rates: Rates, holding: Holding,
-        inputs: Mapping[int, Operand], room: float = 0.0,
+        inputs: Mapping[int, Operand], room: float = 0.0, host: float = 0.0,
     ) -> None:  # fmt: skip
         self.step, self.table, self.candidates = step, table, candidates
         self.rates, self.holding, self.inputs = rates, holding, inputs
-        self.room, self.remat = room, ""
+        self.room, self.host, self.remat = room, host, ""
         self.first = {n: call for call in reversed(step.calls) for n in call.reads}
         self.at = {id(c): i for i, c in enumerate(step.calls)}
         self.priced: dict[int, Price] = {}
@@ -379,6 +399,11 @@ class Search:
             if remat == "products":
                 found.table = self.table.holding
         return self.policies[remat]
+
+    @property
+    def repeats(self) -> bool:
+        """Whether forward is computed again before backward."""
+        return self.remat in ("products", "full")
 
     def once(
         self, calls: Sequence[Call], begin: State, limit: float,
@@ -417,7 +442,7 @@ class Search:
                     longer = self._longer(ways, taken, limit - rest)
                     if longer:
                         found[taken.after] += longer
-            how = bool(self.remat), self.room, least
+            how = self.repeats, self.room, least
             best = {s: undominated(ways, *how) for s, ways in found.items()}
             now = narrowed(best, _least_of)
         return now
@@ -425,8 +450,10 @@ class Search:
     def _longer(self, ways: Sequence[Way], taken: Transition, limit: float) -> list[Way]:
         """Return the ways with a transition behind them that take at most so many seconds."""
         price, step = self._price(taken), taken.step
-        again = bool(self.remat) * price.again
-        own = price.forward + again + price.back
+        again, back = self.repeats * price.again, price.back
+        if self.remat == "host":
+            back += price.moving
+        own = price.forward + again + back
         found = []
         for w in ways:
             if w.seconds + own > limit:
@@ -434,7 +461,7 @@ class Search:
                 break
             saved = w.saved + taken.saved
             found.append(Way(
-                w.forward + price.forward, w.back + price.back, w.kept + price.kept,
+                w.forward + price.forward, w.back + back, w.kept + price.kept,
                 w.gradients + price.gradients, saved, max(w.most, saved + taken.meanwhile), step, w,
                 w.again + again, w.held + taken.held,
             ))  # fmt: skip
@@ -448,7 +475,8 @@ class Search:
         ``outer``  roots whose memory these calls do not count.
         ``room``   seconds that forward's transfers may take.
         """
-        known = self.table.transitions.setdefault((call, outer), {})
+        key = call, outer, self.remat == "host"
+        known = self.table.transitions.setdefault(key, {})
         if state not in known:
             have = {x.number: x for x in state.alive}
             given = {r: have[r] for r in call.reads if r in have}
@@ -485,7 +513,8 @@ class Search:
             again = forward
             if strategy.again is not strategy.forward:
                 again = self.holding.passes * self.rates.seconds(strategy.again)
-            self.priced[key] = Price(forward, back, again, kept, gradients)
+            moving = self.holding.passes * self.rates.seconds(StepWork(away=strategy.away))
+            self.priced[key] = Price(forward, back, again, kept, gradients, moving)
         return self.priced[key]
 
     def _seconds(self, step: WayStep, given: Mapping[int, Alive]) -> tuple[float, float]:
@@ -529,19 +558,27 @@ class Search:
                 alive[r] = self._leaf(r, choice)
         saved, more = set(state.saved), float(strategy.beside)
         alive |= {x.number: x for x in _results(call, strategy, alive)}
-        for x in _saved(call, strategy, alive):
-            if x.counts and x.root not in saved and x.root not in self.step.parameters:
-                saved.add(x.root)
-                more += x.nbytes
+        # beside what is saved on the device: in forward, and in backward
+        there = back = near = 0
+        if self.remat == "host":
+            # what the call before it saved leaves late, and is fetched early
+            more, near = float(strategy.near), strategy.away
+            there, back = strategy.beside + state.near, near + state.near
+        else:
+            for x in _saved(call, strategy, alive):
+                if x.counts and x.root not in saved and x.root not in self.step.parameters:
+                    saved.add(x.root)
+                    more += x.nbytes
         outside = {*outer, *saved, *self.step.parameters, *self.constants}
         values = {x.root: x.nbytes for x in alive.values() if x.root not in outside}
         at = self.at[id(call)]
         left = [x for n, x in alive.items() if self.step.ends.get(n, -1) > at]
         left.sort(key=lambda x: x.number)
-        forward = strategy.most + sum(values.values())
-        most = max(forward, strategy.most_back + self._gradients(left))
+        forward = strategy.most + there + sum(values.values())
+        most = max(forward, strategy.most_back + back + self._gradients(left))
         held = strategy.held_beside + sum(alive[n].nbytes for n in step.held)
-        return State(tuple(left), frozenset(saved & {x.root for x in left})), more, most, held
+        after = State(tuple(left), frozenset(saved & {x.root for x in left}), near)
+        return after, more, most, held
 
     def _gradients(self, alive: Sequence[Alive]) -> int:
         """Return the bytes of the gradients that backward brings to these values."""

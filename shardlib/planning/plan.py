@@ -548,16 +548,19 @@ class Planning:
 
     def _in_parts(self) -> None:
         """Weigh more micro-batches while memory is what costs time."""
-        study, counts = self._weigh(1), divisors(self.asked.rows)[1:]
+        asked = self.asked
+        study, counts = self._weigh(1), divisors(asked.rows)[1:]
         if study.enough or not counts:
             return
         guess = min(counts, key=lambda n: abs(math.log(n / study.wanted)))
         study = self._weigh(guess)
+        # fewer, of which some layers are computed again, or are saved in host memory
+        fewer = [n for n in counts if guess / 4 <= n < guess][::-1]
+        more = [n for n in counts if n > guess]
         if study.enough:
-            # fewer, of which some layers are computed again
-            counts = [n for n in counts if guess / 4 <= n < guess][::-1]
+            counts = fewer
         else:
-            counts = [n for n in counts if n > guess]
+            counts = [*fewer * (asked.host is not None), *more]
         while counts and study.faster(self.bound):
             study = self._weigh(counts[0])
             counts = [n for n in counts if max(n, study.micros) >= 2 * min(n, study.micros)]

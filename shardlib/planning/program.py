@@ -26,6 +26,7 @@ class Column:
     ``kept``     bytes of parameters and optimizer state, ``gradients`` those of the gradients.
     ``saved``    bytes saved from forward to its backward.
     ``most``     the most bytes beside the kept ones that it holds while it runs.
+    ``away``     the share of host memory that it takes.
     ``way``      what it stands for.
 
     Less of everything is never worse: nothing is subtracted but what is added before.
@@ -39,6 +40,7 @@ class Column:
     gradients: float
     saved: float
     most: float
+    away: float = 0.0
     way: Any = None
 
     def beyond(self, last: int) -> float:
@@ -200,6 +202,7 @@ class _Constraints:
             raise ShardError(why, op="plan", fix="pip install scipy") from e
         program: Any = optimize
         n, size = len(self.columns), self.sums + 1 + 2 * len(self.counts)
+        self._row({j: c.away for j, c in enumerate(self.columns) if c.away}, 0.0, 1.0)
         entries = [*self.entries, *self._peaks(scale)]
         cells = [(v, i, j) for i, (row, _, _) in enumerate(entries) for j, v in row.items()]
         values, at, of = zip(*cells, strict=True)

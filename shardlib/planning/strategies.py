@@ -19,6 +19,7 @@ from shardlib.cost import Cost
 from shardlib.dtypes import is_half
 from shardlib.errors import NoImplementation, ShardError
 from shardlib.mesh import Axes, Mesh, bind, within
+from shardlib.modules.remat import SMALL
 from shardlib.ops.registry import Match
 from shardlib.opspec import Args, Func, Kwargs
 from shardlib.planning.calls import Call, StepCalls, writes
@@ -94,6 +95,8 @@ class CallStrategy:
     ``sums``    sums of gradients of parameters, which ``backward`` does not contain.
     ``again``   what forward does where it is computed again, before backward.
     ``held``    numbers of results that are held until then, and ``held_beside`` further bytes.
+    ``away``    bytes of saved tensors that remat "host" sends to host memory, each as often as it is
+                saved; ``near`` those of the small ones, which stay.
     """
 
     outs: tuple[Operand, ...]
@@ -108,6 +111,8 @@ class CallStrategy:
     again: StepWork
     held: frozenset[int] = frozenset()
     held_beside: int = 0
+    away: int = 0
+    near: int = 0
 
 
 class Table:
@@ -276,6 +281,7 @@ class _ForwardRun(NamedTuple):
     ``owners``  memory -> number of the operand or result, as ``CallStrategy.saved`` has them.
     ``shares``, ``saved``  as ``CallStrategy`` has them.
     ``beside``  bytes saved that are of no operand and no result; ``own`` those of the results.
+    ``away``, ``near``  as ``CallStrategy`` has them.
     """
 
     results: list[ShardedTensor]
@@ -285,6 +291,8 @@ class _ForwardRun(NamedTuple):
     beside: int
     own: int
     peak: int
+    away: int
+    near: int
 
 
 class _CallOnShapes:
@@ -305,7 +313,7 @@ class _CallOnShapes:
         most_back = self._back(backward, [x.raw for x in self.given], [x.raw for x in run.results])
         return CallStrategy(
             outs, forward, backward, run.saved, run.beside, run.shares, most, most_back,
-            tuple(self.sums.found), forward,
+            tuple(self.sums.found), forward, away=run.away, near=run.near,
         )  # fmt: skip
 
     def holding(self, known: CallStrategy) -> CallStrategy:
@@ -349,7 +357,13 @@ class _CallOnShapes:
             for x, operand in zip(results, shares, strict=True)
             if operand < 0
         }
-        return _ForwardRun(results, owners, shares, saved, further, sum(own.values()), meter.peak)
+        weights = {_memory(x.raw) for x in self.sums.parameters.values()}
+        sizes = [x.nbytes for x in packed if _memory(x) not in weights]
+        away = sum(n for n in sizes if n >= SMALL)
+        return _ForwardRun(
+            results, owners, shares, saved, further, sum(own.values()), meter.peak,
+            away, sum(sizes) - away,
+        )  # fmt: skip
 
     def times(self, more: int) -> Callable[[], None]:
         """Begin a step of a loop; the function that ends it counts as many more equal ones."""

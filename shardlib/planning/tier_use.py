@@ -6,6 +6,7 @@ the step, with the schedule of loads and with buffers that are used again.
 """
 
 import math
+import weakref
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -14,7 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardlib.collectives import storage_shape
 from shardlib.dtypes import wider
+from shardlib.errors import ShardError
 from shardlib.optim.buckets import Bucket, Index, pytree_node
 from shardlib.optim.chunk_cache import ChunkCache, part_bytes
 from shardlib.optim.stage3 import BucketReading, Gradient, Parts, Reading
@@ -41,8 +44,17 @@ class PaperParts(Parts):
 
     @classmethod
     def of(cls, values: Any, index: Index, mesh: Any, cache: ChunkCache, notes: list[Note]) -> Any:
-        """Return the parameters of a cache; what happens to them is added to ``notes``."""
-        index.room.paper = cache, notes
+        """Return the parameters of a cache; what happens to them is added to ``notes``.
+
+        Rows of the host, for gradients and their sums, are made here: the device holds none of them.
+        """
+        rows = {
+            b.name: torch.empty(
+                storage_shape(mesh, b.part_length), dtype=wider(b.dtype), device="meta"
+            )
+            for b in index
+        }
+        index.room.paper = cache, notes, rows
         index.room.activations = _PaperActivations(notes)
         return cls(values, index, mesh)
 
@@ -70,25 +82,39 @@ class _PaperReading(ChunkReading):
 class _PaperBucket(BucketReading):
     def __init__(self, bucket: Bucket, params: Parts) -> None:
         super().__init__(bucket, params)
-        cache, self.notes = params.index.room.paper
-        self.block = cache.block_of[cache.chunk_of[bucket.name]]
+        cache, self.notes, rows = params.index.room.paper
+        self.block, self.row = cache.block_of[cache.chunk_of[bucket.name]], rows[bucket.name]
 
     def _new_gradient(self) -> Gradient:
-        return _PaperGradient(self.notes, self.index, self.bucket, self.mesh, self.part)
+        how = self.index, self.bucket, self.mesh, self.part
+        return _PaperGradient(self.notes, self.row, *how)
 
 
 class _PaperGradient(Gradient):
-    """A gradient that would be sent to the host."""
+    """A gradient that would be sent to a row of the host."""
 
-    def __init__(self, notes: list[Note], *of: Any) -> None:
+    def __init__(self, notes: list[Note], row: Tensor, *of: Any) -> None:
         super().__init__(*of)
-        self.notes = notes
+        self.notes, self.row = notes, row
 
     def post(self) -> Any:
         finish = super().post()
         if finish is not None:
             self.notes.append(("send", self.bucket.name))
+            flying = self.index.room.flying
+            if not self.bucket.hops and len(flying) > 1:
+                # nothing is summed over ranks: each is sent at once, while the next one is made
+                flying.pop(0)()
         return finish
+
+    def _landed(self, out: Tensor) -> Any:
+        self.index.room.memory.give(out)
+        return self.row
+
+    def returned(self, finish: Any) -> Tensor:
+        """Return what stands for the part: its shape, without memory."""
+        row = finish()
+        return row.new_empty((), dtype=self.bucket.dtype).expand(row.shape)
 
 
 class _PaperActivations(HostActivations):
@@ -97,15 +123,21 @@ class _PaperActivations(HostActivations):
     def __init__(self, notes: list[Note]) -> None:
         super().__init__(Ledger(device=None, host=None), torch.device("meta"), 1)
         self.notes, self.count, self.numbers = notes, 0, dict[int, int]()
+        # copies that a node of backward has got
+        self.given: list[weakref.ref[Tensor]] = []
 
     def note(self, kind: str, one: SavedActivation) -> None:
         """Note that a tensor is saved, fetched or used."""
         if kind != "save":
-            self.notes.append((kind, self.numbers[id(one)]))
+            if kind == "back" and one.copy is not None:
+                self.given.append(weakref.ref(one.copy))
+            self.given = [ref for ref in self.given if ref() is not None]
+            held = sum(x.nbytes for ref in self.given if (x := ref()) is not None)
+            self.notes.append((kind, self.numbers[id(one)], held))
             return
         n = self.numbers[id(one)] = self.count
         self.count += 1
-        self.notes.append((kind, n, (one.like.numel(), one.like.dtype)))
+        self.notes.append((kind, n, (math.prod(one.form.shape), one.form.dtype)))
 
 
 # ---------------------------------------------------------------- in the order of the step
@@ -151,6 +183,7 @@ class TierReplay:
     ``order``    the chunks in the order of their uses; ``computing`` seconds of each; ``last`` the
                  positions of those in backward.
     ``sent``, ``saved``, ``fetched``  bytes of gradients to the host, and of activations both ways.
+    ``copied``   the most bytes that were copied back and that one node of backward reads at once.
     ``leaving``  the last two saved tensors, of which ``near`` are still on the device.
     """
 
@@ -162,6 +195,7 @@ class TierReplay:
     sent: int = 0
     saved: int = 0
     fetched: int = 0
+    copied: int = 0
 
     def __post_init__(self) -> None:
         self.buckets = {b.name: b for some in self.cache.chunks.values() for b in some}
@@ -288,7 +322,7 @@ class TierReplay:
         if len(self.leaving) > 2:
             self.near.discard(self.leaving.pop(0))
 
-    def fetch(self, n: int) -> None:
+    def fetch(self, n: int, _: int) -> None:
         """Copy a tensor back, where it is not there."""
         key = self.of, n
         if key not in self.near and key not in self.copies:
@@ -296,16 +330,29 @@ class TierReplay:
             self.fetched += numel * dtype.itemsize
             self.copies.add(key)
 
-    def back(self, n: int) -> None:
-        """Use a tensor."""
+    def back(self, n: int, copied: int) -> None:
+        """Use a tensor; ``copied``  bytes of it and of others that the same node reads."""
+        self.copied = max(self.copied, copied)
         self.near.discard((self.of, n))
         self.copies.discard((self.of, n))
 
     # ------------------------------------------------------------ the whole
 
     def use(self, index: Index, state: int, cluster: Cluster) -> TierUse:
-        """Return what the step holds and moves; ``state``  bytes of the optimizer's."""
+        """Return what the step holds and moves; ``state``  bytes of the optimizer's.
+
+        Raises: ShardError where the device's budget holds no block beside what is copied back.
+        """
         cache, rate = self.cache, cluster.host
+        budget, least = cache.ledger.budget["device"], sum(n[0] for n in cache.needs())
+        if budget is not None and budget < least + self.copied:
+            raise ShardError(
+                f"the largest block needs {least:,} bytes, and {self.copied:,} of saved activations "
+                f"are copied back for one operation; the device tier may hold {budget:,}",
+                op="tiers",
+                mesh=cache.mesh,
+                fix=f"sl.optim.Tiers(device={least + self.copied})",
+            )
         uses = Uses(self.order, cache.uses.stale)
         how = uses, cache.sizes, cache.most, cache.depth
         loads = scheduled_loads(*how) or []

@@ -39,12 +39,14 @@ class StepWork:
     ``along``    axes -> (bytes, messages) that it receives.
     ``kernels``  operations of products and of attention, and bytes that these read and write.
     ``touched``  bytes that all operators read and write; ``calls`` how many operators run.
+    ``away``     bytes that go to host memory, and come back: ``remat`` "host".
     """
 
     along: dict[str, tuple[float, float]] = field(default_factory=dict)
     kernels: dict[KernelClass, tuple[float, float]] = field(default_factory=dict)
     touched: float = 0.0
     calls: float = 0
+    away: float = 0.0
 
     @property
     def flops(self) -> float:
@@ -75,6 +77,7 @@ class StepWork:
             self.compute(kernel, times * flops, times * touched)
         self.touched += times * other.touched
         self.calls += times * other.calls
+        self.away += times * other.away
 
 
 KernelRates = Mapping[str, Mapping[int, float]]
@@ -86,6 +89,7 @@ class Rates:
     """Seconds of work: a link per axis, operations and bytes per second, seconds per operator.
 
     ``kernels``  rates of kinds of kernels by size; of all others ``flops`` is the rate.
+    ``host``     bytes per second to host memory, and from it.
 
     >>> rates = Rates({}, 1e9, kernels={"matmul float32": {16: 1e9, 64: 4e9}})
     >>> [f"{rates.rate(KernelClass('matmul float32', n)):.0e}" for n in (1, 16, 32, 64, 1024)]
@@ -97,10 +101,11 @@ class Rates:
     bandwidth: float = math.inf
     call: float = 0.0
     kernels: KernelRates = field(default_factory=dict)
+    host: float = math.inf
 
     def seconds(self, work: StepWork) -> float:
         """Add the seconds of computing and of transfers; none overlap."""
-        return self.computing(work) + self.moving(work.along)
+        return self.computing(work) + self.moving(work.along) + 2 * work.away / self.host
 
     def computing(self, work: StepWork) -> float:
         """Add the seconds of operators; a rate of kernels has the bytes that these touch in it."""

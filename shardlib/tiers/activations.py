@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shardlib.errors import ShardError
-from shardlib.memory_sharing import SavedTensor, one_storage
+from shardlib.memory_sharing import SavedTensor, TensorForm, one_storage
 from shardlib.tiers.buffers import Buffers, Spare
 from shardlib.tiers.ledger import Ledger
 from shardlib.tiers.mover import Mover, Ticket, copied
@@ -83,7 +83,7 @@ class HostActivations:
             # counted until forward ends: the error then says how much it needs
             self.missing += one.nbytes
             return
-        to = one.row.as_strided(x.shape, one.like.stride())
+        to = one.row.as_strided(x.shape, one.form.strides)
         one.sent = self.down.submit(partial(copied, [(to, x.detach())]), x.nbytes)
         self.rows.until(one.row, one.sent)
 
@@ -121,7 +121,7 @@ class HostActivations:
 class SavedActivation:
     """A tensor that autograd saved, in a row of the host; ``back()`` copies it to the device.
 
-    ``like``    its form, with its strides, by which kernels round.
+    ``form``    its form, with its strides, by which kernels round.
     ``near``    it, until it has left the device; ``copy``  it, when it is back.
     ``sent``, ``coming``  the jobs that copy it to the host and back.
     ``before``  returns the one that was saved before it, if that is alive.
@@ -131,7 +131,7 @@ class SavedActivation:
         self, of: HostActivations, x: Tensor, before: "Callable[[], SavedActivation | None]"
     ) -> None:
         self.of, self.before = of, before
-        self.like = torch.empty_like(x, device="meta", requires_grad=False)
+        self.form = TensorForm.of(x)
         self.nbytes = x.nbytes // of.shares
         self.near: SavedTensor | None = SavedTensor(x)
         self.copy: Tensor | None = None
@@ -160,11 +160,11 @@ class SavedActivation:
         self.of.note("fetch", self)
         if self.near is not None or self.copy is not None:
             return
-        of, like = self.of, self.like
+        of = self.of
         of.fetched += self.nbytes
         if self.row is None:
             # on paper
-            self.copy = torch.empty_like(like)
+            self.copy = self.form.empty("meta")
             return
         assert self.sent is not None, "it has a row"
         copy = of.copies.take(self.row.shape, self.row.dtype)
@@ -172,7 +172,7 @@ class SavedActivation:
         self.coming = of.up.submit(job, copy.nbytes, [self.sent])
         of.rows.until(self.row, self.coming)
         of.copies.until(copy, self.coming)
-        self.copy = copy.as_strided(like.shape, like.stride())
+        self.copy = copy.as_strided(self.form.shape, self.form.strides)
 
     def back(self) -> Tensor:
         """Return the tensor, and fetch the one that was saved before it where there are bytes."""

@@ -184,7 +184,7 @@ def without(call: str) -> Iterator[None]:
 
 
 PLANTED = (
-    "_follow:beside", "_follow:_arrive", "_follow:__init__", "_follow:_leave", "_follow:_fetch",
+    "_follow:beside", "_follow:_arrive", "_follow:_send", "_follow:_leave", "_follow:_fetch",
 )  # fmt: skip
 """Every wait of a stream for another."""
 

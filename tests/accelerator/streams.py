@@ -1,6 +1,8 @@
 """Laws of streams beside the one that computes; run by test_accelerator.py."""
 
+import gc
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -71,6 +73,29 @@ def test_what_lies_on_the_host_meanwhile_makes_nobody_wait() -> None:
         with pretend.counting() as counts:
             step(params)
     assert not counts.waits and counts.uploads and counts.downloads, counts
+
+
+@pytest.mark.parametrize("parts", [None, 4])
+def test_a_step_whose_saved_tensors_are_on_the_host_takes_the_bytes_explained(
+    parts: int | None,
+) -> None:
+    up, down = partial(nn.Linear, 64, 256, bias=False), partial(nn.Linear, 256, 64, bias=False)
+    net = nn.Sequential(*(nn.Sequential(up(), down()) for _ in range(5))).to(DEVICE)
+    with sl.simulate(data=1, device=DEVICE):
+        apply, params = sl.parallelize(
+            net, [("*", "...")], inputs={"input": "data ."}, remat=[("*", "host")]
+        )
+        x = torch.ones(4096, 64, device=DEVICE)
+        loss = lambda p, x: apply(p, x).square().mean()  # noqa: E731
+        said = sl.explain(loss, params, (x,), microbatches=parts)
+        gc.collect()
+        base = pretend.allocated()
+        torch.accelerator.reset_peak_memory_stats(DEVICE)
+        sl.value_and_grad(loss, microbatches=parts)(params, x)
+        most = most_taken(DEVICE)
+    assert most is not None and abs((most - base) / said.transient - 1) < 0.001, (most, said)
+    # the inputs of both products
+    assert said.work.away == 5 * 4096 * (64 + 256) * 4
 
 
 def test_a_timeline_is_of_the_devices_clock_and_waits_once(

@@ -4,7 +4,7 @@
 
 A module of at most 8 calls on a mesh of at most 3 axes is drawn: products, sums, activations, norms,
 values and weights that are read twice, and stacks of equal layers, of which each may be computed
-again.  Every setting of it (split of the batch, axes of ZeRO) is enumerated without any pruning, and
+again, or save in host memory.  Every setting of it (split of the batch, axes of ZeRO) is enumerated without any pruning, and
 what a step takes is added up here anew; the columns, the integer program and the bounds between
 settings must find the same least seconds in several budgets, and the same least bytes.
 """
@@ -152,11 +152,11 @@ def draw(seed: int) -> Case:
     flops, beta = 10 ** rng.uniform(7, 12), 10 ** rng.uniform(-9, -6)
     cluster = sl.planning.Cluster(
         1e12, flops, 2, sl.planning.Link(1e-6, beta / 4), sl.planning.Link(1e-5, beta),
-        bandwidth=10 ** rng.uniform(7, 10),
+        bandwidth=10 ** rng.uniform(7, 10), host=10 ** rng.uniform(6, 10),
     )  # fmt: skip
     asked = Question(
         module, (torch.empty(*shape, device="meta"),), _loss, sl.optim.adamw(0.01), cluster, 1e15,
-        math.prod(sizes), mesh, rng.choice([1, 1, 1, 2]),
+        math.prod(sizes), mesh, rng.choice([1, 1, 1, 2]), host=rng.choice([None, 1e15]),
     )  # fmt: skip
     kept = {(True, 1): 4, (True, 2): 3}.get((stacked, len(sizes)), 2 if stacked else 4)
     asked = replace(asked, refused=_refused(asked, rng, kept))
@@ -195,10 +195,14 @@ class Alive(NamedTuple):
 
 
 class At(NamedTuple):
-    """What later calls depend on: the values alive by number, and the roots that are saved."""
+    """What later calls depend on: the values alive by number, and the roots that are saved.
+
+    ``near``  bytes that the last call saved to host memory.
+    """
 
     alive: tuple[tuple[int, Alive], ...]
     saved: frozenset[int]
+    near: int = 0
 
 
 class Cost(NamedTuple):
@@ -313,8 +317,9 @@ class Every:
             else:
                 source = have[call.reads[shared]]
                 have[n] = Alive(strategy.outs[j], source.root, source.nbytes)
-        saved, more = set(now.saved), float(strategy.beside)
-        for k in strategy.saved:
+        away = self.search.remat == "host"
+        saved, more = set(now.saved), float(strategy.near if away else strategy.beside)
+        for k in () if away else strategy.saved:
             x = have[call.reads[k] if k >= 0 else call.gives[-1 - k]]
             if _is_number(x) and x.root not in saved and x.root not in self.step.parameters:
                 saved.add(x.root)
@@ -333,12 +338,17 @@ class Every:
         held = cost.held + strategy.held_beside + sum(have[n].nbytes for n in results)
         again = cost.again + holding.passes * rates.seconds(strategy.again)
         meanwhile = max(strategy.most + sum(values.values()), strategy.most_back + coming)
+        if away:
+            forth = strategy.most + sum(values.values()) + strategy.beside
+            meanwhile = now.near + max(forth, strategy.most_back + coming + strategy.away)
+            back += holding.passes * 2 * strategy.away / self.study.cluster.host
         new = Cost(
             forward, cost.back + back, cost.kept + kept, cost.gradients + gradients, saves,
             max(cost.most, saves + meanwhile), again, held, cost.numbers | results,
         )  # fmt: skip
         alive = tuple(sorted(left.items(), key=lambda nx: nx[0]))
-        return At(alive, frozenset(saved) & {x.root for x in left.values()}), new
+        roots = frozenset(saved) & {x.root for x in left.values()}
+        return At(alive, roots, strategy.away * away), new
 
     # ------------------------------------------------------------ steps of all parts
 
@@ -382,6 +392,11 @@ class Every:
                 continue
             for c in costs:
                 held[end].append(self._of_layer(c, c.forward + c.back, c.saved))
+        if layers > 1 and self.search.host:
+            for end, costs in self.ways(part.calls, begin, "host").items():
+                if _goes_on(begin, end):
+                    own = [self._of_layer(c, c.forward + c.back, c.saved) for c in costs]
+                    held[end._replace(near=0)] += own
         for remat in ("full", "products") if layers > 1 else ():
             for end, costs in self.ways(part.calls, begin, remat).items():
                 if not _goes_on(begin, end):

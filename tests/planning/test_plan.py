@@ -88,7 +88,7 @@ def test_a_planned_step_is_one_process_s(share: float) -> None:
 @pytest.mark.parametrize("ranks", [2])
 def test_a_plan_in_tiers_is_one_process_s_within_what_it_says_of_each_tier(ranks: int) -> None:
     torch.manual_seed(0)
-    model, memory = Words(6).double(), 450_000
+    model, memory = Words(6).double(), 950_000
     found = sl.plan(
         model, GIVEN, mesh={"a": ranks}, cluster=replace(CLUSTER, host=1e8), loss=loss,
         microbatches=1, memory=memory, host="10MB",
@@ -387,6 +387,28 @@ def test_where_little_memory_is_missing_results_of_products_are_held() -> None:
     assert free.seconds < found.seconds < less.seconds and found.peak <= 0.9 * free.peak
     want = losses({"a": 1}, model, None, many)
     assert losses(found.mesh, model, found, many) == pytest.approx(want, abs=1e-12)
+
+
+@pytest.mark.parametrize(("share", "tiers"), [(0.6, False), (0.5, True)])
+def test_behind_a_fast_link_what_layers_save_goes_to_host_memory(share: float, tiers: bool) -> None:
+    """Where no host memory is given they are computed again, which takes longer."""
+    torch.manual_seed(0)
+    model, many = Words(3).double(), tuple(x.repeat(8, 1) for x in GIVEN)
+    how: dict[str, Any] = {"mesh": {"a": 2}, "loss": loss, "microbatches": 1}
+    how["cluster"] = replace(CLUSTER, host=1e12)
+    free = sl.plan(model, many, memory=1e9, **how)
+    how["memory"] = share * free.peak
+    found, again = sl.plan(model, many, host="1GB", **how), sl.plan(model, many, **how)
+    assert found.remat == (("h.[0-2]", "host"),) and bool(found.tiers) == tiers
+    assert {policy for _, policy in again.remat} == {"full"} and not again.tiers
+    assert free.seconds < found.seconds < again.seconds and found.peak <= how["memory"]
+    want = losses({"a": 1}, model, None, many)
+    assert losses(found.mesh, model, found, many) == pytest.approx(want, abs=1e-12)
+    # as much host memory as is needed for one layer
+    one = found.explained.work.away / 3
+    if not tiers:
+        less = sl.plan(model, many, host=one, **how)
+        assert less.seconds > found.seconds and less.explained.work.away <= one
 
 
 def test_behind_slow_links_layers_are_on_different_ranks() -> None:

@@ -76,26 +76,18 @@ class Away:
     """Tensor kept in host memory until ``back()``.
 
     Its device memory is freed when two more have been sent, so that the compute stream need not
-    wait for the copy; ``back()`` also prefetches the one that was sent before it.
+    wait for the copy; ``back()`` also prefetches the one that was sent before it.  Where a device
+    has no streams, both copies end at once.
     """
-
-    __slots__ = ("__weakref__", "arrived", "before", "device", "near", "stream", "there", "through")
 
     def __init__(self, x: Tensor) -> None:
         self.device, self.stream = x.device, side(x.device, "host")
         self.arrived: torch.Event | None = None
         self.near: Tensor | None = None
         self.before: weakref.ref[Away] | None = None
-        pin = self.stream is not None
-        # with its strides: kernels round by them
-        self.there = torch.empty_like(x, device="cpu", pin_memory=pin)
-        if self.stream is None:
-            self.there.copy_(x)
+        self._send(x)
+        if not self._is_late():
             return
-        _follow(self.stream, torch.accelerator.current_stream(self.device).record_event())
-        with self.stream:
-            self.there.copy_(x, non_blocking=True)
-            self.through = self.stream.record_event()
         self.near, self.before = x.detach(), getattr(_sent, "last", None)
         _sent.last = weakref.ref(self)
         one = self._before()
@@ -105,8 +97,6 @@ class Away:
 
     def back(self) -> Tensor:
         """Return the tensor on its device, and prefetch the one that was sent before it."""
-        if self.stream is None:
-            return self.there.to(self.device)
         self._fetch()
         if (one := self._before()) is not None:
             one._fetch()
@@ -116,8 +106,23 @@ class Away:
             x = _arrive(x, self.arrived)
         return x
 
+    def _is_late(self) -> bool:
+        """Return whether copies go on while the device computes."""
+        return self.stream is not None
+
     def _before(self) -> "Away | None":
         return self.before and self.before()
+
+    def _send(self, x: Tensor) -> None:
+        # with its strides: kernels round by them
+        self.there = torch.empty_like(x, device="cpu", pin_memory=self.stream is not None)
+        if self.stream is None:
+            self.there.copy_(x)
+            return
+        _follow(self.stream, torch.accelerator.current_stream(self.device).record_event())
+        with self.stream:
+            self.there.copy_(x, non_blocking=True)
+            self.through = self.stream.record_event()
 
     def _leave(self) -> None:
         """Free the device memory, which the compute stream may reuse after the copy."""
@@ -126,11 +131,15 @@ class Away:
             self.near = None
 
     def _fetch(self) -> None:
-        if self.near is None and self.stream is not None:
-            _follow(self.stream, torch.accelerator.current_stream(self.device).record_event())
-            with self.stream:
-                self.near = self.there.to(self.device, non_blocking=True)
-                self.arrived = self.stream.record_event()
+        if self.near is not None:
+            return
+        if self.stream is None:
+            self.near = self.there.to(self.device)
+            return
+        _follow(self.stream, torch.accelerator.current_stream(self.device).record_event())
+        with self.stream:
+            self.near = self.there.to(self.device, non_blocking=True)
+            self.arrived = self.stream.record_event()
 
 
 _sent = threading.local()
