@@ -93,7 +93,7 @@ class StepCalls:
 
     ``parameters``, ``inputs``  number -> name, of values that no call gives.
     ``constants``  number -> value, of those that the module makes itself.
-    ``shapes``     number -> global sizes.
+    ``shapes``     number -> global sizes; ``floating`` those of floating point.
     ``ends``       number -> the place of the last call during which a call's result is held: that
                    of the last one that reads it, or a later one where Python holds it longer.
     ``loss``       the number of the loss.
@@ -113,6 +113,7 @@ class StepCalls:
     inputs: dict[int, int] = field(default_factory=dict)
     constants: dict[int, ShardedTensor] = field(default_factory=dict)
     shapes: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    floating: set[int] = field(default_factory=set)
     ends: dict[int, int] = field(default_factory=dict)
     loss: int = 0
     apply: object = None
@@ -172,6 +173,8 @@ class _Recorder:
         self.numbers[key] = number
         self.alive[key] = weakref.ref(x, lambda _: self._gone(key))
         self.found.shapes[number] = tuple(x.shape)
+        if x.is_floating_point():
+            self.found.floating.add(number)
         return number
 
     def _gone(self, key: int) -> None:

@@ -220,7 +220,7 @@ class Holding:
 
     def buckets(self, nbytes: float) -> float:
         """Return the share of transfers of whole buckets that a gradient of so many bytes causes."""
-        return nbytes / min(MOST, self.total)
+        return min(nbytes / min(MOST, self.total), 1.0)
 
     @property
     def passes(self) -> float:
@@ -352,13 +352,16 @@ class Holding:
 
         It is gathered after the update; at stage 3 for either pass.
         """
-        work, axes = StepWork(), self.over(leaf.operand)
+        work, axes, nbytes = StepWork(), self.over(leaf.operand), leaf.operand.nbytes
+        if self.axes:
+            # into a bucket, but for a large one that is sent, and from there
+            work.touched += (1 + 2 * (nbytes < MOST or not axes)) * nbytes
         if axes:
-            p, nbytes, passes = self.ways(axes), leaf.operand.nbytes, 2 + self.host
+            p, passes = self.ways(axes), 2 + self.host
             messages = passes * (p - 1) * self.buckets(nbytes)
             work.receive(axes, passes * (p - 1) / p * nbytes, messages)
-            # into a bucket, which is sent in parts; a part is added to those before, and to the state's
-            work.touched += (3 + 5 / p) * nbytes
+            # it is sent in parts; a part is added to those before, and to the state's
+            work.touched += 5 / p * nbytes
         return work
 
     def loaded(self, choice: Choice) -> float:
@@ -382,7 +385,13 @@ class Search:
         self.step, self.table, self.candidates = step, table, candidates
         self.rates, self.holding, self.inputs = rates, holding, inputs
         self.room, self.host, self.remat = room, host, ""
-        self.first = {n: call for call in reversed(step.calls) for n in call.reads}
+        # values whose gradient a call adds to that of a call before it
+        self.later = {call: set[int]() for call in step.calls}
+        read = set[int]()
+        for call in step.calls:
+            if not step.floating.isdisjoint(call.gives):
+                self.later[call] = read & {*call.reads}
+                read |= {*call.reads}
         self.at = {id(c): i for i, c in enumerate(step.calls)}
         self.priced: dict[int, Price] = {}
         # seconds that an offer's transfers take at the least
@@ -531,9 +540,9 @@ class Search:
             work.join(holding.summed(s, holding.over(operand)))
         for leaf in choice.values():
             work.join(holding.reduced(leaf))
-        for r in call.reads:
+        for r in self.later[call]:
             # the gradients of several calls are added
-            if self.first[r] is not call and given[r].operand.trained:
+            if given[r].operand.trained:
                 work.touched += 3 * holding.micros * given[r].operand.nbytes
         late = self.rates.seconds(work) / holding.pipe
         if holding.host:

@@ -557,10 +557,9 @@ class Planning:
         # fewer, of which some layers are computed again, or are saved in host memory
         fewer = [n for n in counts if guess / 4 <= n < guess][::-1]
         more = [n for n in counts if n > guess]
-        if study.enough:
-            counts = fewer
-        else:
-            counts = [*fewer * (asked.host is not None), *more]
+        counts = more
+        if study.enough or asked.host is not None:
+            counts = fewer + more * (not study.enough)
         while counts and study.faster(self.bound):
             study = self._weigh(counts[0])
             counts = [n for n in counts if max(n, study.micros) >= 2 * min(n, study.micros)]

@@ -260,7 +260,8 @@ def test_what_lies_on_the_host_is_not_in_the_peak() -> None:
             )
             said.append(sl.explain(apply, params, x, tx=tx))
     kept, moved = said
-    assert moved.transient < 0.75 * kept.transient
+    # two that were sent last and one that comes back are still there
+    assert moved.transient < 0.85 * kept.transient
     assert kept.state == 2 * kept.parameters == 2 * 4 * 4 * (64 * 64 + 64)
     assert kept.peak == kept.parameters + kept.state + kept.transient
 

@@ -10,6 +10,7 @@ from torch import nn
 
 import shardlib as sl
 from shardlib.planning.joint import Study
+from shardlib.planning.plan import loss_of
 from shardlib.planning.program import solve
 from shardlib.planning.question import Question
 from tests.planning import brute_force
@@ -76,6 +77,23 @@ def test_sums_in_half_precision_are_counted_where_they_are_done(micros: int) -> 
         made = study.explained(found, setting)
         assert made is not None and made.seconds > 0
         assert found.seconds == pytest.approx(made.seconds, rel=0.03)
+        stages.add(setting.holding.stage)
+    assert stages == {0, 2}
+
+
+@pytest.mark.parametrize("mesh", [{"a": 4}, {"a": 2, "b": 2}])
+def test_the_seconds_of_a_large_table_are_those_explained(mesh: dict[str, int]) -> None:
+    """Its gradient is a bucket of its own, and the labels add nothing to that of the logits."""
+    model = Words(2, 256, 60000).to("meta")
+    mean: Any = lambda apply, params, x, y: loss_of(apply(params, x), y)  # noqa: E731
+    asked = Question(model, GIVEN, mean, sl.optim.adamw(0.1), CLUSTER, 1e12, 4, mesh)
+    study, stages = Study(asked), set()
+    for setting in study.settings():
+        found = solve(study.columns(setting.search, remat=False), study.counts)
+        assert found is not None
+        made = study.explained(found, setting)
+        assert made is not None
+        assert found.seconds == pytest.approx(made.seconds, rel=0.02), setting.name
         stages.add(setting.holding.stage)
     assert stages == {0, 2}
 
