@@ -70,17 +70,31 @@ class Candidates:
         self.axes = [a for a, n in mesh.axes.items() if n > 1]
         self.known: dict[tuple[str, str, str], Operand | None] = {}
 
-    def batches(self, rows: int) -> list[str]:
-        """List the tokens of an input's rows: split over each set of axes that divides them."""
-        found = [c for k in range(len(self.axes) + 1) for c in itertools.combinations(self.axes, k)]
-        return [token(c) for c in found if rows % math.prod(self.mesh.axes[a] for a in c) == 0]
+    def batches(self, rows: int, given: Sequence[Tensor] = ()) -> list[str]:
+        """List the layouts of an input: its rows are split over each set of axes that divides them.
+
+        Where there are fewer rows than ranks, sequences of tokens are split too, each over one axis.
+        """
+        sets = [c for k in range(len(self.axes) + 1) for c in itertools.combinations(self.axes, k)]
+        sets = [c for c in sets if rows % math.prod(self.mesh.axes[a] for a in c) == 0]
+        found = [token(c) for c in sets]
+        lengths = [x.shape[1] for x in given if _are_tokens(x)]
+        if rows % math.prod(self.mesh.axes.values()) == 0 or not lengths:
+            return found
+        for c, a in itertools.product(sets, self.axes):
+            # two pieces of each rank, so that causal attention has equal work
+            if a not in c and not any(n % (2 * self.mesh.axes[a]) for n in lengths):
+                found.append(f"{token(c)} zigzag({a})")
+        return found
 
     def inputs(self, batch: str, given: Sequence[Tensor]) -> dict[int, Operand]:
-        """Return the operands of the step's inputs whose rows are split so."""
+        """Return the operands of the step's inputs, of which a batch lies so."""
         found = {}
+        tokens = [*map(str, Layout.parse(batch).dims)]
         for number, i in self.step.inputs.items():
             x = given[i].detach().to("meta")
-            text = " ".join([batch, *"." * (x.ndim - 1)][: x.ndim]) or "..."
+            own = tokens[: 1 + _are_tokens(x)]
+            text = " ".join([*own, *"." * (x.ndim - len(own))][: x.ndim]) or "..."
             found[number] = operand_of(shard(x, text, self.mesh))
         return found
 
@@ -227,7 +241,7 @@ class RecipeLayouts(Candidates):
         self.recipe = recipe
         self.layouts, self.outs = match_rules(parameters, recipe, None, True)
 
-    def batches(self, rows: int) -> list[str]:
+    def batches(self, rows: int, given: Sequence[Tensor] = ()) -> list[str]:
         """List the one token of an input's rows, where it divides them."""
         dim = Layout.parse(self.recipe.tokens).dims[0]
         return [] if rows % math.prod(self.mesh.axes[a] for a in dim.axes) else [str(dim)]

@@ -183,7 +183,7 @@ class Study:
 
         ``host``  those with parameters in host memory.
         """
-        ways = [*self.asked.laid(pipe, self.rows)]
+        ways = [*self.asked.laid(pipe)]
         if self.asked.recipes is None:
             ways += [("", axes) for axes in self.asked.meshes(pipe)]
         found: list[Setting] = []
@@ -205,7 +205,7 @@ class Study:
     ) -> Iterator[Setting]:
         table, candidates = self._table(recipe, axes)
         rates = self.cluster.rates({PIPE: pipe, **axes})
-        for batch in reversed(candidates.batches(self.rows)):
+        for batch in reversed(candidates.batches(self.rows, self.inputs)):
             inputs = candidates.inputs(batch, self.inputs)
             split = next(iter(inputs.values())).place.layout.axes
             every = (), split, tuple(a for a, n in axes.items() if n > 1)

@@ -168,14 +168,15 @@ class Plan(Strategy):
         axis = ["a"]
         stage = 2
         """
-        rows = str(Layout.parse(self.inputs[0]).dims[0])
-        data: dict[str, Any] = {"layout": f"{rows} ...", "batch": self.asked.rows}
+        dims = Layout.parse(self.inputs[0]).dims
+        lies = " ".join([*map(str, dims[: 1 + any(d.is_split for d in dims[1:])]), "..."])
+        data: dict[str, Any] = {"layout": lies, "batch": self.asked.rows}
         layout: dict[str, Any] = {"pad": True, "rules": self.rules}
         if self.recipe:
             # it says how tokens and labels lie, too
             del data["layout"]
             layout = {"recipe": self.recipe, "pad": True}
-        texts = [rows, *(text for _, *said in self.rules for text in said)]
+        texts = [lies, *(text for _, *said in self.rules for text in said)]
         texts += self.zero.get("axis", ())
         used = set(re.findall(r"\w+", " ".join(texts + [*self.inputs] * bool(self.recipe))))
         if equal := {a: a for a, n in self.mesh.items() if n > 1 and a not in {*used, PIPE}}:
@@ -280,8 +281,8 @@ def plan(
     ``pipe``     stages of a pipeline in the order of 1F1B; by default every number up to 16 and to the
                  repeated layers.
     ``recipes``  names of ``sl.recipes``: only their layouts are weighed, on every mesh that they
-                 take; by default all layouts on one or two axes are, ``cube3d`` on three, and
-                 ``ring`` where there are fewer rows than ranks.
+                 take; by default all layouts on one or two axes are, with sequences split where
+                 there are fewer rows than ranks, and ``cube3d`` on three.
     ``host``     bytes of host memory of one rank, or a text: parameters and state may be there, in
                  memory tiers, where the device's memory is what costs time.
 
@@ -445,7 +446,7 @@ def _answer(asked: Question) -> Plan:
     best = Planning(asked).found()
     if best is None:
         why = "a call of the step runs under no layouts"
-        if asked.recipes is not None and not [*asked.laid(asked.pipe or 1, asked.rows)]:
+        if asked.recipes is not None and not [*asked.laid(asked.pipe or 1)]:
             why = f"no mesh of {asked.ranks} ranks for {' or '.join(asked.recipes)}"
         raise ShardError(why, op="plan", fix=FIX)
     if best.peak > asked.room:

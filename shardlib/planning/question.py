@@ -22,8 +22,8 @@ class Question:
     ``axes``     mesh sizes, or None: every mesh of ``ranks``.
     ``micros``   micro-batches of a step, or None: as many as fit, and as hide the idle time of
                  stages; ``pipe`` stages, or None: any number.
-    ``recipes``  those whose layouts alone are weighed, or None: every layout on one or two axes,
-                 the cubes on three, and the ring where there are fewer rows than ranks.
+    ``recipes``  those whose layouts alone are weighed, or None: every layout on one or two axes, and
+                 the cubes on three.
     ``refused``  parameter -> layouts that are not considered.
     ``host``     bytes of host memory of one rank for memory tiers; None: there are none.
     """
@@ -56,16 +56,15 @@ class Question:
         # a mesh of stages alone has one rank in each
         return [{a: n for a, n in self.axes.items() if a != PIPE} or {"a": 1}]
 
-    def laid(self, pipe: int, rows: int) -> Iterator[tuple[str, dict[str, int]]]:
-        """Yield the recipes to weigh, with the meshes of a stage; ``rows`` of a micro-batch."""
+    def laid(self, pipe: int) -> Iterator[tuple[str, dict[str, int]]]:
+        """Yield the recipes to weigh, with the meshes of a stage."""
         wanted = {a: n for a, n in (self.axes or {}).items() if a != PIPE and n > 1}
         for recipe in RECIPES if self.recipes is None else self.recipes:
             for axes in recipe_meshes(recipe, self.ranks // pipe):
                 if self.axes is not None and wanted != {a: n for a, n in axes.items() if n > 1}:
                     continue
                 cube = recipe == "cube3d" and min(axes.values()) > 1
-                ring = recipe == "ring" and rows % (self.ranks // pipe)
-                if self.recipes is not None or cube or ring:
+                if self.recipes is not None or cube:
                     yield recipe, axes
 
     def transform(self, how: Mapping[str, Any], tiers: Mapping[str, Any]) -> Transform:

@@ -2,6 +2,7 @@
 
     python -W ignore -m tests.planning.plans_run --count 60 --seed 0
     python -W ignore -m tests.planning.plans_run --count 20 --real
+    python -W ignore -m tests.planning.plans_run --count 20 --rows 1 --model "llama of 3"
 
 A model of ``benchmarks.zoo`` or of ``MODELS`` is planned on a drawn cluster without a budget, then
 within a drawn share of what it takes; where it is little, ZeRO, remat and micro-batches are planned.
@@ -52,7 +53,7 @@ IN_FP32 = ("llama", "mixtral", "qwen3", "t5", "mamba")
 class Case(NamedTuple):
     """A drawn plan: the model's name, the mesh or the ranks, and the share of a free plan's bytes.
 
-    ``micros``  micro-batches, or None: as many as are planned.
+    ``micros``  micro-batches, or None: as many as are planned; ``rows`` of a batch, 0 for all.
     """
 
     model: str
@@ -60,6 +61,7 @@ class Case(NamedTuple):
     share: float
     cluster: str = "fast"
     micros: int | None = None
+    rows: int = 0
 
     @property
     def where(self) -> dict[str, Any]:
@@ -136,14 +138,15 @@ NAMES = (
 )  # fmt: skip
 
 
-def made(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
-    """Return a model in fp64, with its inputs by name."""
+def made(name: str, rows: int = 0) -> tuple[nn.Module, dict[str, Tensor]]:
+    """Return a model in fp64, with so many rows of its inputs by name, or all."""
     torch.manual_seed(0)
     if name in MODELS:
         make, inputs = MODELS[name]
-        return make().double(), inputs()
-    module, given = ZOO[name]()
-    return module.double(), given
+        module, given = make(), inputs()
+    else:
+        module, given = ZOO[name]()
+    return module.double(), {n: x[: rows or len(x)] for n, x in given.items()}
 
 
 def loss_over(names: tuple[str, ...]) -> Callable[..., Tensor]:
@@ -170,7 +173,7 @@ def draw(seed: int, real: bool = False) -> Case:
 
 def planned(case: Case) -> tuple[nn.Module, dict[str, Tensor], Plan, float]:
     """Return the model, its inputs, its plan and the budget; the least plan where none fits."""
-    module, inputs = made(case.model)
+    module, inputs = made(case.model, case.rows)
     given = tuple(inputs.values())
 
     def plan(memory: float) -> Plan:
@@ -260,10 +263,10 @@ def evenly_routed(router: nn.Module, given: object, out: tuple[Any, ...]) -> Non
     index.data.copy_(numbers.view_as(index))
 
 
-def taken(name: str, how: Mapping[str, Any]) -> tuple[int, float, int]:
+def taken(name: str, rows: int, how: Mapping[str, Any]) -> tuple[int, float, int]:
     """Run by each of four ranks: the most bytes alive in a later step, bytes and messages."""
     torch.set_num_threads(1)
-    module, inputs = made(name)
+    module, inputs = made(name, rows)
     for router in (m for m in module.modules() if type(m).__name__.endswith("TopKRouter")):
         router.register_forward_hook(evenly_routed)
     apply, params = placed(module, 1, how["rules"], how["remat"])
@@ -284,7 +287,7 @@ def judge_real(case: Case, pool: Pool) -> tuple[str, Plan]:
     if plan.pipe > 1:
         return "", plan
     said = plan.json()
-    found = pool.run(taken, case.model, said, seconds=200.0, **plan.mesh)
+    found = pool.run(taken, case.model, case.rows, said, seconds=200.0, **plan.mesh)
     # the most of any rank: what rows of a table's gradient a rank has depends on the words
     most = plan.explained.peak - plan.explained.transient + max(peak for peak, *_ in found)
     if abs(most / plan.explained.peak - 1) > 0.01:
@@ -304,13 +307,15 @@ def main(argv: list[str] | None = None) -> int:
     asked.add_argument("--count", type=int, default=60)
     asked.add_argument("--seed", type=int, default=0)
     asked.add_argument("--model", default="")
+    asked.add_argument("--rows", type=int, default=0, help="of a batch; 0: all that a model has")
     asked.add_argument("--real", action="store_true", help="on four processes")
     options = asked.parse_args(argv)
     wrong, used, pool = 0, Counter[str](), Pool(4) if options.real else None
     for seed in range(options.seed, options.seed + options.count):
         case = draw(seed, options.real)
-        if options.model:
-            case = case._replace(model=options.model)
+        case = case._replace(model=options.model or case.model, rows=options.rows)
+        if case.rows:
+            case = case._replace(micros=None)
         began = time.process_time()
         try:
             what, plan = judge(case) if pool is None else judge_real(case, pool)
@@ -320,6 +325,7 @@ def main(argv: list[str] | None = None) -> int:
             has = {
                 "layouts": split, "zero": plan.zero, "remat": plan.remat,
                 "micro-batches": plan.microbatches > 1, "stages": plan.pipe > 1,
+                "sequences": "zigzag" in " ".join(plan.inputs),
             }  # fmt: skip
             used.update(name for name, x in has.items() if x)
         except Exception as e:

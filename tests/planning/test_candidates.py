@@ -23,6 +23,18 @@ def test_rows_are_split_over_the_axes_that_divide_them(rows: int, count: int) ->
     assert len(found.batches(rows)) == count
 
 
+@pytest.mark.parametrize(("rows", "length", "count"), [(8, 32, 0), (2, 32, 3), (2, 4, 1), (1, 32, 2)])
+def test_sequences_are_split_where_rows_are_fewer_than_ranks(
+    rows: int, length: int, count: int
+) -> None:
+    tokens = torch.zeros(rows, length, dtype=torch.long)
+    found = of(nn.Embedding(4, 8), tokens, x=2, y=4)
+    split = [b for b in found.batches(rows, [tokens]) if "zigzag" in b]
+    assert len(split) == count and split == [b for b in split if found.inputs(b, [tokens])]
+    # of what is no sequence of tokens
+    assert not [b for b in found.batches(rows, [torch.empty(rows, length)]) if "zigzag" in b]
+
+
 def test_each_axis_is_on_one_side_of_a_matrix_or_on_none() -> None:
     found = of(nn.Linear(4, 8), torch.empty(8, 4), x=2, y=2).matrices("weight")
     assert len(set(found)) == 9 and "(x y) ." in found and "x y" in found

@@ -246,15 +246,23 @@ def test_fewer_rows_than_ranks_are_split_along_the_sequence() -> None:
     fast = sl.planning.Cluster(1e9, 2e10, 8, inside=sl.planning.Link(1e-6, 1e-11), bandwidth=1e10)
     model = Words(layers=2, width=36).double()
     batch = tuple(x.repeat(1, 16)[:1] for x in GIVEN)
-    found = sl.plan(model, batch, ranks=8, cluster=fast, loss=loss)
-    assert found.recipe == "ring" and found.mesh == {"s": 8}
+    found, ring = (
+        sl.plan(model, batch, ranks=8, cluster=fast, loss=loss, recipes=recipes)
+        for recipes in (None, ["ring"])
+    )
+    assert found.inputs == (". zigzag(a)",) * 2 and found.mesh == {"a": 4, "b": 2}
+    # weights are split over the other axis
+    assert any("b" in text for _, text, *_ in found.rules) and found.seconds < ring.seconds
     want = losses({"a": 1}, model, None, batch)
     assert losses(found.mesh, model, found, batch) == pytest.approx(want, abs=1e-12)
 
 
 @pytest.mark.parametrize(
     ("memory", "recipes"),
-    [("500KB", None), ("9MB", "cube3d"), ("9MB", "ring"), ("200KB", "host"), ("9MB", "alike")],
+    [
+        ("500KB", None), ("9MB", "cube3d"), ("9MB", "ring"), ("200KB", "host"), ("9MB", "alike"),
+        ("9MB", "zigzag"),
+    ],
 )
 def test_what_is_written_as_a_file_trains_as_one_process_does(
     memory: str, recipes: str | None, tmp_path: Path
@@ -280,10 +288,15 @@ every = 1
     cluster = CLUSTER
     if recipes == "alike":
         how, cluster = {}, replace(CLUSTER, inside=sl.planning.Link(1.0, 1.0))
-    found = sl.plan(Words(), GIVEN, ranks=2, memory=memory, cluster=cluster, loss=loss, **how)
+    given = GIVEN
+    if recipes == "zigzag":
+        how, given = {}, tuple(x[:1].repeat(1, 64) for x in GIVEN)
+        cluster = replace(CLUSTER, node=2, inside=sl.planning.Link(1e-6, 1e-12))
+    found = sl.plan(Words(), given, ranks=2, memory=memory, cluster=cluster, loss=loss, **how)
     alike = "axes = " in found.toml() and "alike"
-    assert (found.recipe or (found.tiers and "host") or alike) == (recipes or False)
-    alone = '[data]\nbatch = 8\n[mesh]\na = 1\n[layout]\nrules = [["*", "..."]]'
+    zigzag = "zigzag" in found.inputs[0] and "zigzag"
+    assert (found.recipe or (found.tiers and "host") or alike or zigzag) == (recipes or False)
+    alone = f'[data]\nbatch = {len(given[0])}\n[mesh]\na = 1\n[layout]\nrules = [["*", "..."]]'
     losses = []
     for name, text in {"planned": found.toml(), "alone": alone}.items():
         file = tmp_path / f"{name}.toml"

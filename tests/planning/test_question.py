@@ -22,16 +22,11 @@ def asked(axes: dict[str, int] | None = None, recipes: tuple[str, ...] | None = 
 
 @pytest.mark.parametrize("pipe", [1, 2])
 def test_meshes_have_all_ranks_of_a_stage(pipe: int) -> None:
-    found = [*asked().meshes(pipe), *(m for _, m in asked().laid(pipe, 8))]
+    found = [*asked().meshes(pipe), *(m for _, m in asked().laid(pipe))]
     assert found and all(math.prod(m.values()) == 8 // pipe for m in found)
 
 
 def test_a_mesh_that_is_given_is_the_only_one() -> None:
     assert asked({"x": 2, "y": 4, "pipe": 2}).meshes(2) == [{"x": 2, "y": 4}]
-    laid = [*asked({"data": 2, "x": 4}, ("megatron1d", "optimus2d")).laid(1, 8)]
+    laid = [*asked({"data": 2, "x": 4}, ("megatron1d", "optimus2d")).laid(1)]
     assert laid == [("megatron1d", {"data": 2, "x": 4})]
-
-
-def test_a_ring_is_weighed_where_rows_are_fewer_than_ranks() -> None:
-    names = [{name for name, _ in asked().laid(1, rows)} for rows in (8, 4)]
-    assert "ring" not in names[0] and "ring" in names[1]
