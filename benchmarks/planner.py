@@ -21,9 +21,8 @@ import torch
 from torch import Tensor, nn
 
 import shardlib as sl
-from shardlib.planning.explain import explain, sink_of
+from shardlib.planning.explain import explain, sink_of, update_work
 from shardlib.planning.explanation import size
-from shardlib.planning.joint import update_work
 from shardlib.planning.layer_dedup import outline
 from shardlib.planning.plan import loss_of
 

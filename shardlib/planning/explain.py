@@ -526,6 +526,17 @@ def sink_of(tx: Transform | None, params: object) -> Sink | None:
     return sink
 
 
+def update_work(sink: Sink | None) -> StepWork:
+    """Return what ZeRO gathers behind the update, where an explanation ends with backward."""
+    work = StepWork()
+    for bucket in sink.index.buckets if sink is not None else ():
+        if bucket.ways > 1:
+            # half of a sum
+            part = bucket.part_length * bucket.dtype.itemsize
+            work.receive(bucket.over, (bucket.ways - 1) * part, bucket.ways - 1)
+    return work
+
+
 def function_name(func: object) -> str:
     """Return torch's name of a function, or the name of a property.
 

@@ -288,6 +288,7 @@ class PlaceCost:
     ``gradients``  the sums of the micro-batches.
     ``transient``  the most on top of parameters, state and gradients, of all in flight.
     ``finish``     what is moved after the last micro-batch, and its ``seconds``.
+    ``update``     what ZeRO gathers behind the update, which is not in these.
     ``tiers``      what its memory tiers hold and move; ``parameters`` are then those on the device,
                    and gradients and state are in host memory.
     """
@@ -299,6 +300,7 @@ class PlaceCost:
     finish: Trace
     seconds: float
     tiers: TierUse | None = None
+    update: StepWork = field(default_factory=StepWork)
 
     @property
     def peak(self) -> int:
@@ -340,14 +342,14 @@ class PipelineExplanation(Explanation):
         """Bytes that one rank receives in a step, on average over the places."""
         rows, ends = self.schedule.tables, [p.finish.bytes for p in self.places]
         inside = [self.stages[a.stage].moved[a.kind].bytes for row in rows for a in row]
-        return self.sent.bytes + Fraction(sum(inside) + sum(ends)) / len(rows)
+        return Fraction(self.sent.bytes + sum(inside) + sum(ends)) / len(rows)
 
     @property
     def along(self) -> Mapping[str, tuple[float, float]]:
         """Axes -> bytes and messages that one rank receives in a step, on average over the places."""
         work, rows = StepWork(), self.schedule.tables
-        work.add(self.sent.events)
         for t in [
+            self.sent,
             *(self.stages[a.stage].moved[a.kind] for row in rows for a in row),
             *(p.finish for p in self.places),
         ]:

@@ -24,7 +24,6 @@ from shardlib.mesh import record
 from shardlib.modules import parallelize
 from shardlib.modules.dim_trace import trace_dimensions
 from shardlib.modules.rules import stars
-from shardlib.optim.sink import Sink
 from shardlib.optim.transform import Transform
 from shardlib.pipeline.stages import Stages
 from shardlib.placing import shard
@@ -37,7 +36,7 @@ from shardlib.planning.candidates import (
     side_by_side,
 )
 from shardlib.planning.columns import columns_of
-from shardlib.planning.explain import bytes_of, explain, sink_of
+from shardlib.planning.explain import bytes_of, explain, sink_of, update_work
 from shardlib.planning.explanation import Explanation, PipelineExplanation
 from shardlib.planning.layer_dedup import Outline, outline
 from shardlib.planning.layer_rules import rules_and_remat
@@ -491,26 +490,29 @@ class Study:
                 explain, lambda p, *x: asked.loss(apply, p, *x), inputs=tuple(given),
                 cluster=self.cluster, microbatches=self.micros if self.micros > 1 else None,
             )  # fmt: skip
-            late = StepWork()
+            rates, sink = search.rates, None
             if holding.host:
                 whole, tiers = self._in_tiers(run, params, how)
             else:
                 tx = asked.transform(how, tiers)
-                whole, late = run(params, tx=tx), update_work(sink_of(tx, params), holding.pipe)
+                whole, sink = run(params, tx=tx), sink_of(tx, params)
         held = [whole.tiers]
         if isinstance(whole, PipelineExplanation):
             held = [place.tiers for place in whole.places]
-            along, seconds = whole.along, whole.seconds + search.rates.seconds(late)
+            work = StepWork(dict(whole.along))
+            for place in whole.places:
+                work.join(place.update, 1 / len(whole.places))
+            seconds = whole.seconds + max(rates.seconds(place.update) for place in whole.places)
         else:
             work = replace(whole.work, along=dict(whole.work.along))
-            work.join(late)
-            along, seconds = work.along, search.rates.seconds(work)
+            work.join(update_work(sink))
+            seconds = rates.seconds(work)
             if whole.tiers is not None:
                 seconds = whole.tiers.seconds
         if any(t is not None and sum(t.host.values()) > (asked.host or 0) for t in held):
             return None
         return Strategy(
-            axes, rules, texts, remat, how, self.micros, seconds, whole.peak, along, whole,
+            axes, rules, texts, remat, how, self.micros, seconds, whole.peak, work.along, whole,
             setting.recipe, tiers, self._largest(found), self._whole(found, search.table),
         )  # fmt: skip
 
@@ -562,18 +564,6 @@ class Study:
                 own = zip(strategy.outs, strategy.shares, strict=True)
                 sizes |= Counter({result: max((x.nbytes for x, i in own if i < 0), default=0)})
         return tuple(sizes.most_common())
-
-
-def update_work(sink: Sink | None, pipe: int = 1) -> StepWork:
-    """Return what ZeRO gathers behind the update, where an explanation ends with backward."""
-    work = StepWork()
-    for bucket in sink.index.buckets if sink is not None else ():
-        if bucket.ways > 1:
-            # half of a sum
-            messages = (bucket.ways - 1) / pipe
-            part = bucket.part_length * bucket.dtype.itemsize
-            work.receive(bucket.over, messages * part, messages)
-    return work
 
 
 def _traced(module: nn.Module) -> object:

@@ -23,7 +23,9 @@ def test_rows_are_split_over_the_axes_that_divide_them(rows: int, count: int) ->
     assert len(found.batches(rows)) == count
 
 
-@pytest.mark.parametrize(("rows", "length", "count"), [(8, 32, 0), (2, 32, 3), (2, 4, 1), (1, 32, 2)])
+@pytest.mark.parametrize(
+    ("rows", "length", "count"), [(8, 32, 0), (2, 32, 3), (2, 4, 1), (1, 32, 2)]
+)
 def test_sequences_are_split_where_rows_are_fewer_than_ranks(
     rows: int, length: int, count: int
 ) -> None:

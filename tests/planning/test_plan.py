@@ -260,7 +260,11 @@ def test_fewer_rows_than_ranks_are_split_along_the_sequence() -> None:
 @pytest.mark.parametrize(
     ("memory", "recipes"),
     [
-        ("500KB", None), ("9MB", "cube3d"), ("9MB", "ring"), ("200KB", "host"), ("9MB", "alike"),
+        ("500KB", None),
+        ("9MB", "cube3d"),
+        ("9MB", "ring"),
+        ("200KB", "host"),
+        ("9MB", "alike"),
         ("9MB", "zigzag"),
     ],
 )
