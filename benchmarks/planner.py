@@ -21,10 +21,11 @@ import torch
 from torch import Tensor, nn
 
 import shardlib as sl
-from shardlib.planning.explain import explain, sink_of, update_work
+from shardlib.planning.explain import explain, gather_work, sink_of, state_ratio
 from shardlib.planning.explanation import size
 from shardlib.planning.layer_dedup import outline
 from shardlib.planning.plan import loss_of
+from shardlib.planning.work import update_work
 
 __all__: list[str] = []
 
@@ -36,6 +37,8 @@ CLUSTERS = {
     "slow": Cluster(8e9, 5e10, 1, between=Link(1e-4, 1 / 100e6), bandwidth=1e10),
     "far": Cluster(80e9, 156e12, 4, Link(5e-6, 1 / 150e9), Link(5e-5, 1 / 1.25e9), bandwidth=1e12),
 }  # fmt: skip
+
+ADAMW = state_ratio(sl.optim.adamw(1e-3), torch.float32)
 
 SHARES = (1.5, 0.8, 0.6, 0.45)
 """Budgets, as shares of what the fastest recipe takes."""
@@ -257,7 +260,8 @@ def priced(
         whole = explain(
             lambda p, *x: loss(apply, p, *x), params, tuple(given), tx=tx, cluster=cluster
         )
-        whole.work.join(update_work(sink_of(tx, params)))
+        whole.work.join(gather_work(sink_of(tx, params)))
+        whole.work.join(update_work(whole.parameters, whole.state, ADAMW))
     rates = cluster.rates(mesh)
     text = f"{name} {' '.join(f'{a}={n}' for a, n in mesh.items())}"
     text += "".join(f" {what}" for what in (*options, *["zero"] * zero, *["remat"] * bool(stacks)))

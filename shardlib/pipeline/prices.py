@@ -30,11 +30,11 @@ from shardlib.planning.cluster import Cluster
 from shardlib.planning.explain import (
     CallRecorder,
     bytes_of,
+    gather_work,
     new_pool,
     papers,
     sink_of,
     state_of,
-    update_work,
     updated,
 )
 from shardlib.planning.explanation import PipelineExplanation, PlaceCost, StageCost, TierUse
@@ -175,7 +175,7 @@ class _PaperStep(PipelineStep):
             return PlaceCost(tiers.device, 0, 0, self._most(r, 0, 0, stay), t, seconds, tiers)
         return PlaceCost(
             bytes_of(params), bytes_of(state), sum(map(nbytes, self.own[r])),
-            self._most(r, buckets, meter.peak, stay), t, seconds, update=update_work(sums.sink),
+            self._most(r, buckets, meter.peak, stay), t, seconds, gather=gather_work(sums.sink),
         )  # fmt: skip
 
     def _most(self, r: int, buckets: int, finish: int, stay: bool) -> int:

@@ -39,7 +39,7 @@ from shardlib.optim.sink import Sink
 from shardlib.optim.stage3 import Parts
 from shardlib.optim.tiered import TieredParts
 from shardlib.optim.transform import Step, Transform, run_in_place
-from shardlib.placing import padded_size
+from shardlib.placing import padded_size, shard
 from shardlib.planning.cluster import Cluster, cluster_of
 from shardlib.planning.constant_folding import Known
 from shardlib.planning.explanation import Explanation, Row
@@ -526,8 +526,8 @@ def sink_of(tx: Transform | None, params: object) -> Sink | None:
     return sink
 
 
-def update_work(sink: Sink | None) -> StepWork:
-    """Return what ZeRO gathers behind the update, where an explanation ends with backward."""
+def gather_work(sink: Sink | None) -> StepWork:
+    """Return what ZeRO gathers behind the update."""
     work = StepWork()
     for bucket in sink.index.buckets if sink is not None else ():
         if bucket.ways > 1:
@@ -535,6 +535,14 @@ def update_work(sink: Sink | None) -> StepWork:
             part = bucket.part_length * bucket.dtype.itemsize
             work.receive(bucket.over, (bucket.ways - 1) * part, bucket.ways - 1)
     return work
+
+
+def state_ratio(optimizer: Transform, dtype: torch.dtype) -> float:
+    """Return the bytes of an optimizer's state per byte of a parameter, of a square matrix."""
+    with record(one=1) as mesh:
+        w = shard(torch.empty(64, 64, dtype=dtype, device="meta"), "...", mesh)
+        w.requires_grad_()
+        return bytes_of(optimizer.init({"w": w})) / bytes_of({"w": w})
 
 
 def function_name(func: object) -> str:

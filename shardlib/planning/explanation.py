@@ -288,7 +288,7 @@ class PlaceCost:
     ``gradients``  the sums of the micro-batches.
     ``transient``  the most on top of parameters, state and gradients, of all in flight.
     ``finish``     what is moved after the last micro-batch, and its ``seconds``.
-    ``update``     what ZeRO gathers behind the update, which is not in these.
+    ``gather``     what ZeRO gathers behind the update, which is not in these.
     ``tiers``      what its memory tiers hold and move; ``parameters`` are then those on the device,
                    and gradients and state are in host memory.
     """
@@ -300,7 +300,7 @@ class PlaceCost:
     finish: Trace
     seconds: float
     tiers: TierUse | None = None
-    update: StepWork = field(default_factory=StepWork)
+    gather: StepWork = field(default_factory=StepWork)
 
     @property
     def peak(self) -> int:

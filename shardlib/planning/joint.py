@@ -16,7 +16,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 
 from shardlib.errors import ShardError, Unsupported
@@ -24,7 +23,6 @@ from shardlib.mesh import record
 from shardlib.modules import parallelize
 from shardlib.modules.dim_trace import trace_dimensions
 from shardlib.modules.rules import stars
-from shardlib.optim.transform import Transform
 from shardlib.pipeline.stages import Stages
 from shardlib.placing import shard
 from shardlib.planning.calls import Call, calls_of
@@ -36,7 +34,7 @@ from shardlib.planning.candidates import (
     side_by_side,
 )
 from shardlib.planning.columns import columns_of
-from shardlib.planning.explain import bytes_of, explain, sink_of, update_work
+from shardlib.planning.explain import explain, gather_work, sink_of, state_ratio
 from shardlib.planning.explanation import Explanation, PipelineExplanation
 from shardlib.planning.layer_dedup import Outline, outline
 from shardlib.planning.layer_rules import rules_and_remat
@@ -45,7 +43,7 @@ from shardlib.planning.parts import Part, layer_of, parts_of, small_name, stacks
 from shardlib.planning.program import Column, Solution, solve
 from shardlib.planning.question import Question, Strategy
 from shardlib.planning.strategies import Table
-from shardlib.planning.work import StepWork
+from shardlib.planning.work import StepWork, update_work
 
 NEAR = 1.05
 """Share of the best plan's seconds to which a program may think that a plan takes."""
@@ -136,7 +134,7 @@ class Study:
         self.parameters = dict(self.small.named_parameters())
         self.dims = _traced(self.small)
         self.groups = side_by_side(self.small, self.dims)
-        self.state = _state(asked.optimizer, next(iter(self.parameters.values())).dtype)
+        self.state = state_ratio(asked.optimizer, next(iter(self.parameters.values())).dtype)
         self.total = sum(p.nbytes for p in asked.module.parameters())
         self.counts = [len(p.layers) for p in self.parts]
         # call -> seconds of both passes on one rank, without transfers; and those of each part
@@ -490,25 +488,28 @@ class Study:
                 explain, lambda p, *x: asked.loss(apply, p, *x), inputs=tuple(given),
                 cluster=self.cluster, microbatches=self.micros if self.micros > 1 else None,
             )  # fmt: skip
-            rates, sink = search.rates, None
+            rates, late = search.rates, StepWork()
             if holding.host:
                 whole, tiers = self._in_tiers(run, params, how)
             else:
                 tx = asked.transform(how, tiers)
-                whole, sink = run(params, tx=tx), sink_of(tx, params)
+                whole, late = run(params, tx=tx), gather_work(sink_of(tx, params))
         held = [whole.tiers]
         if isinstance(whole, PipelineExplanation):
             held = [place.tiers for place in whole.places]
-            work = StepWork(dict(whole.along))
+            late, work = StepWork(), StepWork(dict(whole.along))
             for place in whole.places:
-                work.join(place.update, 1 / len(whole.places))
-            seconds = whole.seconds + max(rates.seconds(place.update) for place in whole.places)
+                late.join(place.gather, 1 / len(whole.places))
+            seconds = whole.seconds
         else:
             work = replace(whole.work, along=dict(whole.work.along))
-            work.join(update_work(sink))
             seconds = rates.seconds(work)
             if whole.tiers is not None:
                 seconds = whole.tiers.seconds
+        if not holding.host:
+            late.join(update_work(whole.parameters, whole.state, self.state))
+        work.join(late)
+        seconds += rates.seconds(late)
         if any(t is not None and sum(t.host.values()) > (asked.host or 0) for t in held):
             return None
         return Strategy(
@@ -572,11 +573,3 @@ def _traced(module: nn.Module) -> object:
         return trace_dimensions(module)
     except ShardError:
         return None
-
-
-def _state(optimizer: Transform, dtype: torch.dtype) -> float:
-    """Return the bytes of an optimizer's state per byte of a parameter, of a square matrix."""
-    with record(one=1) as mesh:
-        w = shard(torch.empty(64, 64, dtype=dtype, device="meta"), "...", mesh)
-        w.requires_grad_()
-        return bytes_of(optimizer.init({"w": w})) / bytes_of({"w": w})

@@ -34,7 +34,7 @@ from shardlib.optim.sink import FLYING
 from shardlib.planning.calls import Call, StepCalls
 from shardlib.planning.candidates import PRODUCTS, Candidates, Choice, Leaf, columns_of
 from shardlib.planning.strategies import CallStrategy, GradientSum, Operand, Table
-from shardlib.planning.work import Rates, StepWork
+from shardlib.planning.work import Rates, StepWork, update_work
 
 T = TypeVar("T")
 
@@ -348,11 +348,14 @@ class Holding:
         return work
 
     def reduced(self, leaf: Leaf) -> StepWork:
-        """Return the work of ZeRO for a parameter: the sum of its gradient's parts, and its gather.
+        """Return the work of a parameter's update, and of ZeRO: the sum of its gradient's parts, and its gather.
 
-        It is gathered after the update; at stage 3 for either pass.
+        It is gathered after the update; at stage 3 for either pass, and updated on the host.
         """
         work, axes, nbytes = StepWork(), self.over(leaf.operand), leaf.operand.nbytes
+        if not self.host:
+            own = nbytes / self.parts(leaf)
+            work = update_work(own, self.state * own, self.state)
         if self.axes:
             # into a bucket, but for a large one that is sent, and from there
             work.touched += (1 + 2 * (nbytes < MOST or not axes)) * nbytes

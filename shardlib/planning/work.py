@@ -80,6 +80,21 @@ class StepWork:
         self.away += times * other.away
 
 
+def update_work(parameters: float, state: float, ratio: float) -> StepWork:
+    """Return the work of an update, where an explanation ends with backward.
+
+    A parameter and its state are read and written once, and its gradient is read, as fused kernels
+    do; operations of matrices, as Muon's, are not counted.
+
+    ``parameters``, ``state``  bytes of a rank; ``ratio`` of the state per byte of a parameter.
+    """
+    own = parameters
+    if ratio:
+        # those of ZeRO's parts
+        own = state / ratio
+    return StepWork(touched=3 * own + 2 * state)
+
+
 KernelRates = Mapping[str, Mapping[int, float]]
 """Kind of kernel -> size -> operations per second, as ``measure_device`` finds them."""
 
