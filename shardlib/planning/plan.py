@@ -45,7 +45,8 @@ class Plan(Strategy):
     ``zero``     keyword arguments of ``sl.optim.zero``; none: no ZeRO.
     ``tiers``    keyword arguments of ``sl.optim.Tiers``, of ``zero``; none: all is on the device.
     ``microbatches``  as ``value_and_grad`` takes them; 1: the batch is not cut.
-    ``peak``     the most bytes of one rank, ``seconds`` of a step: as ``sl.explain`` finds them.
+    ``peak``     the most bytes of one rank, and ``seconds`` of forward and backward: as ``sl.explain``
+                 finds them; ``seconds`` have the optimizer's update in them too.
     ``along``    axes -> bytes and messages that a rank receives in a step, the update among it.
     ``explained``  the explanation of forward and backward.
     ``recipe``     the name of the one of ``sl.recipes`` whose rules these are; "" for none.
@@ -102,9 +103,9 @@ class Plan(Strategy):
         >>> mlp = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
         >>> print(sl.plan(mlp, torch.empty(32, 64), ranks=2).why("0.weight"))
         0.weight on a=2
-          . .: 4.51e-07 s, 549.01 KiB  as planned
-          a .: 1.03e-05 s, 275.01 KiB
-          . a: 1.06e-05 s, 456.01 KiB
+          . .: 9.96e-07 s, 549.01 KiB  as planned
+          a .: 1.06e-05 s, 275.01 KiB
+          . a: 1.1e-05 s, 456.01 KiB
         """
         names = self._named(parameter, "why")
         texts = Study(self._here({}), self.microbatches).layouts(names[0])
