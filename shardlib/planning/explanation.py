@@ -342,14 +342,14 @@ class PipelineExplanation(Explanation):
         """Bytes that one rank receives in a step, on average over the places."""
         rows, ends = self.schedule.tables, [p.finish.bytes for p in self.places]
         inside = [self.stages[a.stage].moved[a.kind].bytes for row in rows for a in row]
-        return Fraction(self.sent.bytes + sum(inside) + sum(ends)) / len(rows)
+        return self.sent.bytes + Fraction(sum(inside) + sum(ends)) / len(rows)
 
     @property
     def along(self) -> Mapping[str, tuple[float, float]]:
         """Axes -> bytes and messages that one rank receives in a step, on average over the places."""
         work, rows = StepWork(), self.schedule.tables
+        work.add(self.sent.events)
         for t in [
-            self.sent,
             *(self.stages[a.stage].moved[a.kind] for row in rows for a in row),
             *(p.finish for p in self.places),
         ]:
@@ -378,6 +378,7 @@ class PipelineExplanation(Explanation):
         places = [
             vars(p)
             | {"finish": _plain(p.finish.bytes), "peak": p.peak, "in_flight": held}
+            | {"gather": sum(nbytes for nbytes, _ in p.gather.along.values())}
             | {"tiers": p.tiers and {**vars(p.tiers), "host": dict(p.tiers.host)}}
             for p, held in zip(self.places, self.schedule.held, strict=True)
         ]

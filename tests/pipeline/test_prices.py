@@ -42,7 +42,7 @@ def test_bytes_inside_and_between_stages_are_those_of_a_step(name: str) -> None:
     again = 2 * 3 / 4 * 256 if said.stages[-1].place else 0
     total = sum(inside) + sum(p.finish.bytes for p in said.places)
     assert total == sum(counted.values()) + again
-    assert said.bytes == (said.sent.bytes + total) / 2
+    assert said.bytes == said.sent.bytes + total / 2
 
 
 @pytest.mark.parametrize("recipe", ["megatron1d", "ddp"])

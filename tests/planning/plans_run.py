@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 import shardlib as sl
 from benchmarks.zoo import BART, GPT2, SMALL, T5, TEXT, VIT, ZOO, B, D, V, _ids, _seeded
+from shardlib.planning.candidates import PIPE
 from shardlib.planning.joint import placed
 from shardlib.planning.plan import Plan
 from tests.planning.test_explain import later_step
@@ -250,12 +251,12 @@ def judge(case: Case) -> tuple[str, Plan]:
         return f"losses {got}, of one process {want}", plan
     counted = ("bytes", "messages")
     if plan.pipe > 1:
-        # simulated ranks count the bytes of all places, which send some messages as one; they have
+        # simulated ranks add up the bytes inside of all places, which send some as one; they have
         # one gradient of a tied parameter, of which each place sums its own
         named = [n for n, _ in module.named_parameters(remove_duplicate=False)]
         counted = counted[: len(named) == len([*module.parameters()])]
     for i, what in enumerate(counted):
-        said = plan.pipe * sum(m[i] for m in plan.along.values())
+        said = sum(m[i] * (1 if a == PIPE else plan.pipe) for a, m in plan.along.items())
         if abs(said - received[i]) > 0.01 * max(said, received[i]):
             return f"{received[i]:.0f} {what} received, said {said:.0f}", plan
     return "", plan
