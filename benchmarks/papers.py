@@ -185,7 +185,7 @@ def planned() -> LINES:
     )
     yield "| `sl.plan` | |"
     yield "| --- | --- |"
-    yield f"| s a step, with the gather behind AdamW's update | {found.seconds:.2f} |"
+    yield f"| s a step, with AdamW's update | {found.seconds:.2f} |"
     yield f"| GB of a rank, AdamW's state among them | {found.peak / 1e9:.1f} |"
     kept = EIGHT.layers - len(found.remat)
     yield f"| layers computed again, ZeRO | {EIGHT.layers - kept}, {found.zero or 'none'} |"

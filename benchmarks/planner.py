@@ -5,7 +5,7 @@
 Per model and cluster every recipe is explained on every mesh of so many ranks, with and without
 ZeRO over the axes of the batch, and with its layers kept or computed again.  In each of several
 budgets the best of those that fit is compared with ``sl.plan``: seconds of the plan over seconds of
-the recipe, both as ``sl.explain`` finds them with the gather behind the update.  A ratio above 1 is a
+the recipe, both as ``sl.explain`` finds them, with the update and its gather.  A ratio above 1 is a
 fault of the planner.  Nothing runs: models are of real widths, on shapes, and a few layers deep.
 """
 
