@@ -267,9 +267,17 @@ def fused(name: str, rows: Sequence[list[Tensor]], step: Step, count: int, **how
     kernel, dtype = fused_step(name), one_dtype(rows)
     if kernel is None or dtype is None or not dtype.is_floating_point:
         return False
+    every = range(len(rows[0]))
+    loose = [i for i in every if not all(row[i].is_contiguous() for row in rows)]
+    if loose and len(rows[0]) > 1:
+        # gradients of products may be transposed: one is copied after the other, not all at once
+        rest = [i for i in every if i not in set(loose)]
+        for some in (rest, *([i] for i in loose)):
+            fused(name, [[row[i] for i in some] for row in rows], step, count, **how)
+        return True
     used: Any = rows
     back: list[tuple[Any, Any]] = []  # (memory, what is copied to it after the step)
-    if not all(t.is_contiguous() for row in rows for t in row):
+    if loose:
         used = [[t.contiguous() for t in row] for row in rows]
         back = list(zip(rows, used, strict=True))
     device = rows[0][0].device

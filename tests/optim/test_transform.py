@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import shardlib as sl
+from shardlib.memory_tracker import Live
 from shardlib.optim.transform import Step, Transform, at_rest, begun, run_in_place
 from shardlib.optim.trees import pieces
 from tests.ops.cases import close, r
@@ -197,3 +198,21 @@ def test_transposed_gradients_count_as_any_others(name: str) -> None:
     assert not torch.equal(want["w"], p["w"])
     close(got["w"], want["w"], 1e-12)
     close(mine["w"], want["w"], 1e-12)
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_of_transposed_gradients_one_is_copied_at_a_time(name: str) -> None:
+    """Every product of a grid gives such ones; in their own order they need no copy."""
+    tx = getattr(sl.optim, name)(0.05)
+    peaks = []
+    for turned in (False, True):
+        p = {f"w{i}": r(64, 64) for i in range(8)}
+        g = {n: r(64, 64, seed=1) for n in p}
+        if turned:
+            g = {n: x.T for n, x in g.items()}
+        state = tx.init(p)
+        with Live() as live:
+            run_in_place(tx, g, state, p, Step())
+        peaks.append(live.peak)
+    # a parameter, its gradient, and two moments at the most
+    assert peaks[1] <= peaks[0] + 4 * 64 * 64 * 8
