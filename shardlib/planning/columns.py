@@ -14,6 +14,10 @@ from shardlib.planning.parts import Part
 from shardlib.planning.program import Column
 
 
+AGAIN = 1.5
+"""Most seconds of a layer that is computed again over those of the same layer in two passes."""
+
+
 def columns_of(
     parts: Sequence[Part], search: Search, begin: State, alone: Mapping[Call, tuple[float, float]],
     policies: Callable[[Part], tuple[str, ...]], limit: float = math.inf, least: bool = False,
@@ -39,6 +43,9 @@ def columns_of(
         rest -= part.seconds(ideal)
         for (begin, spent), remat in itertools.product(reached.items(), policies(part)):
             own = (limit - spent - rest) / layers
+            if remat and layers > 1:
+                # of layers that together are in time, a few may be computed again
+                own *= AGAIN
             ways = search.under(remat).once(part.calls, begin, own, ideal, least)
             for end, kept, some in _ends(part, begin, ways, remat):
                 if layers > 1 and not _repeats(begin, end):

@@ -429,9 +429,9 @@ class Study:
             candidates = Candidates(self.step, mesh, self.parameters, self.groups)
         inputs = candidates.inputs(".", self.inputs)
         rates = self.cluster.rates({})
-        search = Search(
-            self.step, Table(self.step, mesh), candidates, rates, Holding({"one": 1}), inputs
-        )
+        # in host memory: the update, which is done once for all micro-batches, is not in it
+        holding = Holding({"one": 1}, stage=3)
+        search = Search(self.step, Table(self.step, mesh), candidates, rates, holding, inputs)
         found, state = {}, self._begin(search)
         for part in self.parts:
             ends = search.run(part.calls, state)

@@ -41,7 +41,7 @@ T = TypeVar("T")
 MANY, GRAIN = 16, 1e-3
 """Ways of a state, from which on this share of the memory is no difference between two of them."""
 
-STATES = 128
+STATES = 256
 """States behind a call of which all are followed; of more, those of least seconds and least bytes."""
 
 
