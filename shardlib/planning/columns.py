@@ -13,7 +13,6 @@ from shardlib.planning.pareto import Search, State, Way, narrowed
 from shardlib.planning.parts import Part
 from shardlib.planning.program import Column
 
-
 AGAIN = 1.5
 """Most seconds of a layer that is computed again over those of the same layer in two passes."""
 
