@@ -267,21 +267,26 @@ def fused(name: str, rows: Sequence[list[Tensor]], step: Step, count: int, **how
     kernel, dtype = fused_step(name), one_dtype(rows)
     if kernel is None or dtype is None or not dtype.is_floating_point:
         return False
-    every = range(len(rows[0]))
-    loose = [i for i in every if not all(row[i].is_contiguous() for row in rows)]
-    if loose and len(rows[0]) > 1:
-        # gradients of products may be transposed: one is copied after the other, not all at once
-        rest = [i for i in every if i not in set(loose)]
-        for some in (rest, *([i] for i in loose)):
-            fused(name, [[row[i] for i in some] for row in rows], step, count, **how)
-        return True
+    whole = [all(t.is_contiguous() for t in tensors) for tensors in zip(*rows, strict=True)]
+    rest, loose = ([i for i, w in enumerate(whole) if w == kind] for kind in (True, False))
+    # gradients of products may be transposed: few are copied at once
+    groups = _in_groups(loose, [x.nbytes for x in rows[1]])
+    for some in [*[rest] * bool(rest), *groups]:
+        _run_fused(kernel, [[row[i] for i in some] for row in rows], step, count, **how)
+    return True
+
+
+def _run_fused(
+    kernel: Callable[..., Any], rows: Sequence[list[Tensor]], step: Step, count: int, **how: Any
+) -> None:
+    """Run a fused kernel on rows of tensors of its dtype; what is not contiguous is copied."""
     used: Any = rows
     back: list[tuple[Any, Any]] = []  # (memory, what is copied to it after the step)
-    if loose:
+    if not all(t.is_contiguous() for row in rows for t in row):
         used = [[t.contiguous() for t in row] for row in rows]
         back = list(zip(rows, used, strict=True))
     device = rows[0][0].device
-    how |= _scale_and_sound(step, dtype, used[1], device)
+    how |= _scale_and_sound(step, rows[0][0].dtype, used[1], device)
     if device.type == "cpu":
         used, ends = _in_vectors(used)
         back = ends + back
@@ -294,7 +299,25 @@ def fused(name: str, rows: Sequence[list[Tensor]], step: Step, count: int, **how
     for memory, made in back:
         copy_all(memory, made)
     written(rows)
-    return True
+
+
+def _in_groups(numbers: Sequence[int], nbytes: Sequence[int]) -> list[list[int]]:
+    """Cut numbers of tensors into groups of a sixteenth of all bytes, or of one tensor.
+
+    >>> _in_groups([0, 2, 3], [9, 1, 1, 20])
+    [[0], [2], [3]]
+    >>> _in_groups(range(4), [1, 1, 1, 61])
+    [[0, 1, 2], [3]]
+    """
+    groups: list[list[int]] = []
+    left = 0
+    for i in numbers:
+        if nbytes[i] > left:
+            groups.append([])
+            left = sum(nbytes) // 16
+        groups[-1].append(i)
+        left -= nbytes[i]
+    return groups
 
 
 def _scale_and_sound(
