@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from shardlib.planning.explanation import PipelineExplanation, size
 from shardlib.planning.plan import Plan
+from shardlib.planning.work import StepWork
 from shardlib.seeing.canvas import Picture, Pictured, canvas, html_table, text_table
 
 
@@ -26,7 +27,7 @@ class PlanChart(Pictured):
     >>> plan = sl.plan(torch.nn.Linear(64, 64), torch.empty(32, 64), mesh={"a": 2})
     >>> print(sl.visualize(plan))
     ranks     parameters      state  activations  temporaries  computing, ms
-    2 on a=2   16.25 KiB  32.50 KiB          4 B    16.26 KiB       4.96e-05
+    2 on a=2   16.25 KiB  32.50 KiB          4 B    16.26 KiB       0.000118
     """
 
     plans: Sequence[Plan]
@@ -85,6 +86,8 @@ def _rows(plan: Plan) -> list[RankParts]:
         "parameters": told.parameters, "state": told.state, "activations": told.saved,
         "temporaries": told.transient - told.saved,
     }  # fmt: skip
+    if away := plan.explained.work.away:
+        moving["host memory"] = rates.seconds(StepWork(away=away))
     takes = {"computing": plan.seconds - sum(moving.values())}
     takes |= {f"over {axes}": t for axes, t in moving.items()}
     return [RankParts(name, ranks, holds, takes)]
