@@ -269,36 +269,37 @@ def fused(name: str, rows: Sequence[list[Tensor]], step: Step, count: int, **how
         return False
     whole = [all(t.is_contiguous() for t in tensors) for tensors in zip(*rows, strict=True)]
     rest, loose = ([i for i, w in enumerate(whole) if w == kind] for kind in (True, False))
+    if rest:
+        _run_fused(kernel, [[row[i] for i in rest] for row in rows], step, count, **how)
     # gradients of products may be transposed: few are copied at once
-    groups = _in_groups(loose, [x.nbytes for x in rows[1]])
-    for some in [*[rest] * bool(rest), *groups]:
-        _run_fused(kernel, [[row[i] for i in some] for row in rows], step, count, **how)
+    for some in _in_groups(loose, [x.nbytes for x in rows[1]]):
+        memory = [[row[i] for i in some] for row in rows]
+        made = [[t.contiguous() for t in row] for row in memory]
+        _run_fused(kernel, made, step, count, **how)
+        for row, values in zip(memory, made, strict=True):
+            copy_all(row, values)
+    written(rows)
     return True
 
 
 def _run_fused(
     kernel: Callable[..., Any], rows: Sequence[list[Tensor]], step: Step, count: int, **how: Any
 ) -> None:
-    """Run a fused kernel on rows of tensors of its dtype; what is not contiguous is copied."""
+    """Run a fused kernel on rows of contiguous tensors of its dtype."""
     used: Any = rows
-    back: list[tuple[Any, Any]] = []  # (memory, what is copied to it after the step)
-    if not all(t.is_contiguous() for row in rows for t in row):
-        used = [[t.contiguous() for t in row] for row in rows]
-        back = list(zip(rows, used, strict=True))
+    ends: list[tuple[Any, Any]] = []
     device = rows[0][0].device
-    how |= _scale_and_sound(step, rows[0][0].dtype, used[1], device)
+    how |= _scale_and_sound(step, rows[0][0].dtype, rows[1], device)
     if device.type == "cpu":
-        used, ends = _in_vectors(used)
-        back = ends + back
+        used, ends = _in_vectors(rows)
     # the kernel takes a count per tensor: here all share one
     counts = [torch.full((), count, dtype=torch.float32, device=device)] * len(used[0])
     # on paper not all kernels run
     if device.type != "meta":
         with below_autograd():
             kernel(used, counts, **how)
-    for memory, made in back:
+    for memory, made in ends:
         copy_all(memory, made)
-    written(rows)
 
 
 def _in_groups(numbers: Sequence[int], nbytes: Sequence[int]) -> list[list[int]]:

@@ -493,14 +493,15 @@ class Study:
                 whole, tiers = self._in_tiers(run, params, how)
             else:
                 tx = asked.transform(how, tiers)
-                whole, late = run(params, tx=tx), gather_work(sink_of(tx, params))
+                whole = run(params, tx=tx)
+                if holding.pipe == 1:
+                    late = gather_work(sink_of(tx, params))
         held = [whole.tiers]
         if isinstance(whole, PipelineExplanation):
             held = [place.tiers for place in whole.places]
-            late, work = StepWork(), StepWork(dict(whole.along))
+            work, seconds = StepWork(dict(whole.along)), whole.seconds
             for place in whole.places:
                 late.join(place.gather, 1 / len(whole.places))
-            seconds = whole.seconds
         else:
             work = replace(whole.work, along=dict(whole.work.along))
             seconds = rates.seconds(work)

@@ -348,7 +348,7 @@ class Holding:
         return work
 
     def reduced(self, leaf: Leaf) -> StepWork:
-        """Return the work of a parameter's update, and of ZeRO: the sum of its gradient's parts, and its gather.
+        """Return the work of a parameter's update, and of ZeRO's sum and gather of its parts.
 
         It is gathered after the update; at stage 3 for either pass, and updated on the host.
         """

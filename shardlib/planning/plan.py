@@ -285,7 +285,7 @@ def plan(
                  take; by default all layouts on one or two axes are, with sequences split where
                  there are fewer rows than ranks, and ``cube3d`` on three.
     ``host``     bytes of host memory of one rank, or a text: parameters and state may be there, in
-                 memory tiers, where the device's memory is what costs time.
+                 memory tiers, and what layers save, where the device's memory is what costs time.
 
     Each call of the step runs on shapes under every layout of what it reads; the best ways through
     equal layers are found by dynamic programming, and how many layers run in which way by an

@@ -172,6 +172,7 @@ class _Constraints:
         for j in stacked:
             count = counts[columns[j].part]
             self._row({j: 1.0, self.used[j]: -float(count)}, -math.inf, 0.0)
+        self._row({j: c.away for j, c in enumerate(columns) if c.away}, 0.0, 1.0)
         self._borders()
 
     def _row(self, entries: dict[int, float], low: float, high: float) -> None:
@@ -202,7 +203,6 @@ class _Constraints:
             raise ShardError(why, op="plan", fix="pip install scipy") from e
         program: Any = optimize
         n, size = len(self.columns), self.sums + 1 + 2 * len(self.counts)
-        self._row({j: c.away for j, c in enumerate(self.columns) if c.away}, 0.0, 1.0)
         entries = [*self.entries, *self._peaks(scale)]
         cells = [(v, i, j) for i, (row, _, _) in enumerate(entries) for j, v in row.items()]
         values, at, of = zip(*cells, strict=True)

@@ -25,7 +25,8 @@ class Question:
     ``recipes``  those whose layouts alone are weighed, or None: every layout on one or two axes, and
                  the cubes on three.
     ``refused``  parameter -> layouts that are not considered.
-    ``host``     bytes of host memory of one rank for memory tiers; None: there are none.
+    ``host``     bytes of host memory of one rank, for memory tiers and for what layers save; None:
+                 neither is weighed.
     """
 
     module: nn.Module

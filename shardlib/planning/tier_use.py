@@ -128,12 +128,15 @@ class _PaperActivations(HostActivations):
 
     def note(self, kind: str, one: SavedActivation) -> None:
         """Note that a tensor is saved, fetched or used."""
-        if kind != "save":
-            if kind == "back" and one.copy is not None:
-                self.given.append(weakref.ref(one.copy))
-            self.given = [ref for ref in self.given if ref() is not None]
-            held = sum(x.nbytes for ref in self.given if (x := ref()) is not None)
-            self.notes.append((kind, self.numbers[id(one)], held))
+        if kind == "fetch":
+            self.notes.append((kind, self.numbers[id(one)]))
+            return
+        if kind == "back":
+            copies = [x for ref in self.given if (x := ref()) is not None]
+            if one.copy is not None:
+                copies.append(one.copy)
+            self.given = [weakref.ref(x) for x in copies]
+            self.notes.append((kind, self.numbers[id(one)], sum(x.nbytes for x in copies)))
             return
         n = self.numbers[id(one)] = self.count
         self.count += 1
@@ -322,7 +325,7 @@ class TierReplay:
         if len(self.leaving) > 2:
             self.near.discard(self.leaving.pop(0))
 
-    def fetch(self, n: int, _: int) -> None:
+    def fetch(self, n: int) -> None:
         """Copy a tensor back, where it is not there."""
         key = self.of, n
         if key not in self.near and key not in self.copies:

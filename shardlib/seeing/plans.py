@@ -86,7 +86,7 @@ def _rows(plan: Plan) -> list[RankParts]:
         "parameters": told.parameters, "state": told.state, "activations": told.saved,
         "temporaries": told.transient - told.saved,
     }  # fmt: skip
-    if away := plan.explained.work.away:
+    if away := told.work.away:
         moving["host memory"] = rates.seconds(StepWork(away=away))
     takes = {"computing": plan.seconds - sum(moving.values())}
     takes |= {f"over {axes}": t for axes, t in moving.items()}

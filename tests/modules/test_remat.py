@@ -250,7 +250,7 @@ def test_the_peak_falls_as_it_does_on_paper(pool: Any) -> None:
 
 
 def test_what_lies_on_the_host_is_not_in_the_peak() -> None:
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)))
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(8)))
     x, tx = torch.empty(512, 64), sl.optim.adamw(1e-3)
     with sl.simulate(data=2):
         said = []
@@ -260,9 +260,8 @@ def test_what_lies_on_the_host_is_not_in_the_peak() -> None:
             )
             said.append(sl.explain(apply, params, x, tx=tx))
     kept, moved = said
-    # two that were sent last and one that comes back are still there
-    assert moved.transient < 0.85 * kept.transient
-    assert kept.state == 2 * kept.parameters == 2 * 4 * 4 * (64 * 64 + 64)
+    assert moved.transient < 0.75 * kept.transient
+    assert kept.state == 2 * kept.parameters == 2 * 8 * 4 * (64 * 64 + 64)
     assert kept.peak == kept.parameters + kept.state + kept.transient
 
 

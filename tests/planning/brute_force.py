@@ -4,9 +4,10 @@
 
 A module of at most 8 calls on a mesh of at most 3 axes is drawn: products, sums, activations, norms,
 values and weights that are read twice, and stacks of equal layers, of which each may be computed
-again, or save in host memory.  Every setting of it (split of the batch, axes of ZeRO) is enumerated without any pruning, and
-what a step takes is added up here anew; the columns, the integer program and the bounds between
-settings must find the same least seconds in several budgets, and the same least bytes.
+again, or save in host memory.  Every setting of it (split of the batch, axes of ZeRO) is enumerated
+without any pruning, and what a step takes is added up here anew; the columns, the integer program
+and the bounds between settings must find the same least seconds in several budgets, and the same
+least bytes.
 """
 
 import argparse

@@ -80,6 +80,8 @@ class Away:
     has no streams, both copies end at once.
     """
 
+    __slots__ = ("__weakref__", "arrived", "before", "device", "near", "stream", "there", "through")
+
     def __init__(self, x: Tensor) -> None:
         self.device, self.stream = x.device, side(x.device, "host")
         self.arrived: torch.Event | None = None
