@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardlib as sl
 from shardlib.errors import ShardError
+from shardlib.mesh import current_job
 from shardlib.random import agreed
 from tests.workers import Pool
 
@@ -111,10 +112,13 @@ def test_stages_of_a_pipeline_draw_from_one_seed(pool: Any) -> None:
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
-def uneven() -> str:
+def uneven(patient: int) -> str:
     """Only rank 0 seeds: all say so; the others would go on with another key."""
     torch.manual_seed(5)
     sl.make_mesh(x=2, device="cpu", timeout=6.0)
+    job = current_job()
+    if dist.get_rank() == patient and job is not None:
+        job.allow(30.0)  # the other rank finds the cause
     draw()
     if not dist.get_rank():
         torch.manual_seed(6)
@@ -135,15 +139,19 @@ def exact() -> str:
     return "no error"
 
 
-def test_ranks_that_are_seeded_unevenly_are_told() -> None:
+@pytest.mark.parametrize("patient", [0, 1])
+def test_ranks_that_are_seeded_unevenly_are_told(patient: int) -> None:
     workers = Pool(2)  # their own: two ranks are left waiting or apart
     try:
-        said = workers.run(uneven, x=2)
+        said = workers.run(uneven, patient, x=2)
         assert len({text.splitlines()[0].partition(": ")[2] for text in said}) == 1
         assert all("rank 0 waits in random (its first draw since a seeding)" in t for t in said)
         assert "torch.manual_seed(0)  # on every rank" in said[0]
     finally:
         workers.close()
+
+
+def test_ranks_that_are_given_different_keys_are_told() -> None:
     workers = Pool(2)
     try:
         assert all("different keys" in text for text in workers.run(exact, x=2))

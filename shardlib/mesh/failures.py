@@ -303,7 +303,7 @@ class JobProcesses:
             return [r for r in ranks if not self._has(f"{at}/{r}")]
 
         doing = f"{op} ({doing})"
-        if not self.wait(f"{at}/all", missing, doing, self.seconds):
+        if not self.wait(f"{at}/all", missing, doing, self.seconds, fix=fix):
             raise self.lost(None, f"{doing}, at {user_line()}", missing(), fix)
         if n > 1:
             # a rank in this call has read all words of the last one, so they can go
@@ -320,12 +320,14 @@ class JobProcesses:
         seconds: float,
         look: Callable[[], Any] = lambda: None,
         through: bool = False,
+        fix: str = "",
     ) -> bool:
         """Wait until ``key`` is in the store; return False if it is not after ``seconds``.
 
         ``on``       returns the ranks that are still missing; ``doing``  names the operation.
         ``look``     is polled; when its value changes, the clock starts again.
         ``through``  keep waiting after the job has failed, for ranks that still run.
+        ``fix``      helps if ranks wait in different places.
         Raises: RankFailed with the first cause where the job has failed, or one of them has ended.
         """
         mine = threading.get_ident()
@@ -341,7 +343,7 @@ class JobProcesses:
                         heard, life = now, seen
                     before, ends = ends, self.store.get("ends")
                     if self._first() or ends != before:
-                        self._stop_if_failed(key, on, doing, through)
+                        self._stop_if_failed(key, on, doing, through, fix)
                     if now > heard + seconds:
                         return False
                 # short waits are polled often, long ones at a twentieth of their length so far
@@ -351,13 +353,13 @@ class JobProcesses:
             del self._waits[mine]
 
     def _stop_if_failed(
-        self, key: str, on: Callable[[], Sequence[int]], doing: str, through: bool
+        self, key: str, on: Callable[[], Sequence[int]], doing: str, through: bool, fix: str
     ) -> None:
         """Raise RankFailed if the key cannot come: the job has failed, or a rank has ended."""
         ended = next((text for r in on() if (text := self.ended(r))), "")
         failed = ended or (self._first() and not through)
         if failed and not self.store.check(key):
-            raise self._error(self._first() or self.report_cause(ended), doing)
+            raise self._error(self._first() or self.report_cause(ended), doing, fix)
 
     def allow(self, seconds: float) -> None:
         """Set the timeout of a wait for another rank."""
@@ -396,12 +398,14 @@ class JobProcesses:
         return self._error(first, doing, fix)
 
     def _error(self, first: str, doing: str, fix: str = "") -> RankFailed:
+        """Return the error of this rank; ``fix`` helps if ranks wait in different places."""
+        if " waits in " not in first and " did not come: " not in first:
+            fix = CHECK_IT if "by SIGABRT" in first else ""
         return RankFailed(
             first,
             op=doing.split(" ")[0],
             operands=self._standing(doing),
-            fix=fix
-            or (CHECK_IT if "by SIGABRT" in first else f"python -m shardlib desync {self.folder}"),
+            fix=fix or f"python -m shardlib desync {self.folder}",
         )
 
     def _first(self) -> str:
