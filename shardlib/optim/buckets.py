@@ -707,6 +707,11 @@ class Memory:
         finally:
             self.free, self.views = free, views
 
+    def clear(self) -> None:
+        """Let go of the vectors that are free."""
+        self.free.clear()
+        self.views.clear()
+
     def _made(self, n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return _empty(n, dtype, device)
 

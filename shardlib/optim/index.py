@@ -6,7 +6,8 @@ An index is computed again if the tree has changed; otherwise a step only compar
 import itertools
 import operator
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ import optree
 import torch
 from torch import Tensor
 
-from shardlib.collectives import agreed
+from shardlib.collectives import agreed, holds_values
 from shardlib.errors import PlainTensor, ShardError, Unsupported
 from shardlib.grad import frozen, stage_mesh
 from shardlib.mesh import Mesh
@@ -232,36 +233,11 @@ class IndexCache:
         self.found.setdefault(items, where)
         return Indexed(leaves, held, tree, [p.raw for p in leaves], where, mesh)
 
-    def on_arrival(
-        self, where: Index, mesh: Mesh, at_once: bool = False
-    ) -> Callable[[list[int]], object] | None:
-        """Return a callback for the order of the first backward's gradients, or None.
-
-        It makes better buckets, which are used from the next step on, because gradients may still
-        be accumulated in the old ones; at once with ``at_once``, if nothing is stored in them.
-        """
-        room = where.room
-        if room.recorded or len(where.buckets) < 2:
+    def on_arrival(self, where: Index, mesh: Mesh, at_once: bool = False) -> "Arrival | None":
+        """Return a callback for the order of the first backward's gradients, or None."""
+        if where.room.recorded or len(where.buckets) < 2:
             return None
-
-        def record(order: list[int]) -> None:
-            room.recorded = True
-            said = agreed("arrival of gradients", mesh, order)
-            if said is None:
-                return
-            # leaves without a gradient follow in their old order
-            rest = (i for b in where.buckets for s in b.slots for i in s.leaves)
-            every = tuple(dict.fromkeys((*said, *rest)))
-            made = index(where.items, where.hops, where.sizes, self.most_bytes, every)
-            if overlap(made, said) < overlap(where, said) + _WORTH:
-                return
-            made.room.recorded = True
-            if at_once:
-                self.use(made)
-            else:
-                room.better = made
-
-        return record
+        return Arrival(self, where, mesh, at_once)
 
     def better(self, where: Index) -> Index | None:
         """Return the re-ordered buckets, once, if there are any."""
@@ -272,6 +248,53 @@ class IndexCache:
         """Use this index for its items from now on."""
         self.found[where.items] = where
         self.last.pop("tree", None)
+
+    @contextmanager
+    def using(self, where: Index) -> Iterator[None]:
+        """Use this index for its items within the block."""
+        found, last = self.found.copy(), self.last.copy()
+        self.use(where)
+        try:
+            yield
+        finally:
+            self.found, self.last = found, last
+
+
+class Arrival(NamedTuple):
+    """A callback for the order of the first backward's gradients, that makes better buckets.
+
+    They are used from the next step on, because gradients may still be accumulated in the old
+    ones; at once with ``at_once``, if nothing is stored in them.
+    """
+
+    cache: IndexCache
+    where: Index
+    mesh: Mesh
+    at_once: bool
+
+    def __call__(self, order: list[int]) -> None:
+        if not holds_values(self.mesh):
+            # steps on paper change nothing for others
+            return
+        self.where.room.recorded = True
+        said = agreed("arrival of gradients", self.mesh, order)
+        made = None if said is None else self.better(said)
+        if made is not None and self.at_once:
+            self.cache.use(made)
+        else:
+            self.where.room.better = made
+
+    def better(self, order: Sequence[int]) -> Index | None:
+        """Return the buckets in this order of gradients; None if they are not worth it."""
+        where = self.where
+        # leaves without a gradient follow in their old order
+        rest = (i for b in where.buckets for s in b.slots for i in s.leaves)
+        every = tuple(dict.fromkeys((*order, *rest)))
+        made = index(where.items, where.hops, where.sizes, self.cache.most_bytes, every)
+        if overlap(made, order) < overlap(where, order) + _WORTH:
+            return None
+        made.room.recorded = True
+        return made
 
 
 def _named(

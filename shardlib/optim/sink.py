@@ -21,7 +21,7 @@ from shardlib.collectives import psum, start, storage_shape, unwrap, wrap
 from shardlib.dtypes import HALF
 from shardlib.mesh import Mesh, bind
 from shardlib.optim.buckets import Bucket, Buckets, Index, Memory, Tree
-from shardlib.optim.index import IndexCache
+from shardlib.optim.index import Arrival, IndexCache
 from shardlib.tensor import ShardedTensor
 
 FLYING = 4
@@ -93,7 +93,7 @@ class Sink:
     also: tuple[str, ...] = ()
     most: int = 2
     ahead: bool = False
-    heard: Callable[[list[int]], object] | None = None
+    heard: Arrival | None = None
     give: Callable[[Buckets], Any] = lambda found: found
 
     def __post_init__(self) -> None:

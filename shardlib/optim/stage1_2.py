@@ -106,6 +106,8 @@ class SplitState:
         if better is None or not _moves(state):
             return state
         self.cache.use(better)
+        # of other sizes, and as many as gradients in another order filled at once
+        self.memory.clear()
         return self._moved(state, at, better)
 
     def _moved(self, state: State, at: Indexed, where: Index) -> State:

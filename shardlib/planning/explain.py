@@ -6,7 +6,7 @@ a plan for 512 ranks takes as long as one for two.
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -103,7 +103,7 @@ def explain(
         mesh = own
     sizes = dict(axis_sizes(mesh))
     make = partial(record, device=getattr(mesh, "device_type", own.device_type), **sizes)
-    call = _Call(apply, params, called_with(inputs), make, [], [])
+    call = _Call(apply, params, called_with(inputs), make, [], [], [])
     with Paths() as paths:
         try:
             how = tx, paths, backward, microbatches
@@ -160,6 +160,7 @@ class _Call(NamedTuple):
     """The call to explain; ``make`` opens the mesh that it is planned for.
 
     ``notes``   what happens to parameters in memory tiers; ``rounds`` the same of each micro-batch.
+    ``sinks``   the buckets of its gradients.
     """
 
     apply: Callable[..., Any]
@@ -168,6 +169,7 @@ class _Call(NamedTuple):
     make: Callable[[], Mesh]
     notes: list[Note]
     rounds: list[list[Note]]
+    sinks: list[Sink | None]
 
     @contextmanager
     def opened(self) -> Iterator[tuple[Mesh, object, tuple[Args, Kwargs]]]:
@@ -189,6 +191,19 @@ class _Call(NamedTuple):
     def explain(
         self, tx: Transform | None, paths: Paths, backward: bool, count: int | None
     ) -> Explanation:
+        """Explain a step behind the first, from which on buckets are in the order of gradients."""
+        found = self.once(tx, paths, backward, count)
+        with reordered(self.sinks) as again:
+            if not again:
+                return found
+            self.rounds.clear()
+            self.sinks.clear()
+            return self.once(tx, paths, backward, count)
+
+    def once(
+        self, tx: Transform | None, paths: Paths, backward: bool, count: int | None
+    ) -> Explanation:
+        """Explain a step in the buckets that there are."""
         if count is not None:
             return self.accumulated(count, tx, paths)
         with self.opened() as (paper, params, (args, kwargs)), trace() as t:
@@ -198,6 +213,7 @@ class _Call(NamedTuple):
             state, sink = state_of(tx, params), None
             if backward and trained:
                 sink = sink_of(tx, params)
+                self.sinks.append(sink)
             if sink is not None:
                 # as value_and_grad(into=) does
                 for i, x in enumerate(trained):
@@ -226,6 +242,7 @@ class _Call(NamedTuple):
         with self.opened() as (paper, params, (args, kwargs)), trace() as t:
             watch = CallRecorder(t, paper.size, True, paths)
             state, sink = state_of(tx, params), sink_of(tx, params)
+            self.sinks.append(sink)
             sums = _CountedSums(params, sink, watch)
             work, saved = StepWork(), []
 
@@ -518,12 +535,20 @@ def sink_of(tx: Transform | None, params: object) -> Sink | None:
     if tx is None or tx.sink is None:
         return None
     try:
-        sink = tx.sink(params)
+        return tx.sink(params)
     except Unsupported:  # each group has its own
         return None
-    if sink is not None:
-        sink.heard = None
-    return sink
+
+
+@contextmanager
+def reordered(sinks: Sequence[Sink | None]) -> Iterator[bool]:
+    """Use the buckets of steps behind the first within the block; yield whether they are others."""
+    with ExitStack() as block:
+        found = [(k.heard, k.heard.better(k.order)) for k in sinks if k and k.heard]
+        for heard, better in found:
+            if better is not None:
+                block.enter_context(heard.cache.using(better))
+        yield any(better is not None for _, better in found)
 
 
 def gather_work(sink: Sink | None) -> StepWork:
