@@ -81,7 +81,17 @@ def script() -> None:
     """Run the entry point of the console's ``shardlib`` and of ``python -m shardlib``."""
     # with it on, importing torch and transformers, and planning, take a fifth longer
     gc.disable()
+    if sys.argv[1:2] == ["plan"]:
+        _keep_stdout()
     raise SystemExit(main(sys.argv[1:]))
+
+
+def _keep_stdout() -> None:
+    """Keep stdout to what this process prints; what a solver writes from C++ goes to stderr."""
+    own = sys.stdout
+    own.flush()
+    sys.stdout = open(os.dup(1), "w", encoding=own.encoding, errors=own.errors)  # noqa: SIM115
+    os.dup2(2, 1)
 
 
 def _noted(e: BaseException, text: str) -> str:

@@ -157,6 +157,25 @@ print([main(given) for given in (["keys", "log"], ["train", "no.toml"], ["--help
 """
 
 
+def test_what_a_solver_writes_to_stdout_is_not_in_the_answer() -> None:
+    code = """
+import os, sys, types
+from shardlib.command import main
+
+def run(given):
+    os.write(1, b"from C++\\n")
+    print("{}")
+    return 0
+
+main._module = lambda name: types.SimpleNamespace(add=lambda parser: None, main=run)
+sys.argv = ["shardlib", "plan", "--json"]
+main.script()
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "{}\n")
+    assert "from C++" in done.stderr
+
+
 def test_an_empty_rank_is_no_rank_and_docstrings_may_be_missing() -> None:
     where = {**os.environ, "RANK": "", "WORLD_SIZE": "", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-OO", "-c", CALLS]
