@@ -278,7 +278,9 @@ class Arrival(NamedTuple):
             return
         self.where.room.recorded = True
         said = agreed("arrival of gradients", self.mesh, order)
-        made = None if said is None else self.better(said)
+        if said is None:
+            return
+        made = self.better(said)
         if made is not None and self.at_once:
             self.cache.use(made)
         else:
