@@ -34,7 +34,8 @@ from shardlib.modules.paths import Paths
 from shardlib.ops.matmul.prefetch import planned
 from shardlib.ops.registry import Match
 from shardlib.opspec import Args, Func, Kwargs
-from shardlib.optim.buckets import Buckets
+from shardlib.optim.buckets import Buckets, Index
+from shardlib.optim.index import IndexCache
 from shardlib.optim.sink import Sink
 from shardlib.optim.stage3 import Parts
 from shardlib.optim.tiered import TieredParts
@@ -70,7 +71,8 @@ def explain(
     ``backward``  also the gradients of ``params``.
     ``tx``        an optimizer's transform, whose state is then part of the peak.  With ``zero``,
                   gradients go into its buckets, as in ``value_and_grad(..., into=tx)``, and the peak
-                  is that of a step behind the first and its update, whose buckets are reused; at
+                  is that of a step behind the first and its update, whose buckets are reused; of
+                  the first if it needs more because gradients come in another order; at
                   stage 3 pass it with ``tx.shard(params)``.  The update's own transfers are not
                   counted.
 
@@ -191,14 +193,18 @@ class _Call(NamedTuple):
     def explain(
         self, tx: Transform | None, paths: Paths, backward: bool, count: int | None
     ) -> Explanation:
-        """Explain a step behind the first, from which on buckets are in the order of gradients."""
+        """Explain a step behind the first, from which on buckets are in the order of gradients.
+
+        If they were in another, the most bytes may be the first step's.
+        """
         found = self.once(tx, paths, backward, count)
         with reordered(self.sinks) as again:
             if not again:
                 return found
             self.rounds.clear()
             self.sinks.clear()
-            return self.once(tx, paths, backward, count)
+            later = self.once(tx, paths, backward, count)
+            return replace(later, transient=max(found.transient, later.transient))
 
     def once(
         self, tx: Transform | None, paths: Paths, backward: bool, count: int | None
@@ -231,7 +237,7 @@ class _Call(NamedTuple):
                     grads = watch.back(out, raws, together, sink)
                     del out
                 work.add(t.events)
-                most = _steady(live, tx, params, grads, state)
+                most = _steady(live, tx, params, grads, state, sink)
         self.rounds.append(self.notes)
         return Explanation(
             watch.rows, dict(paper.axes), bytes_of(params), most, bytes_of(state), saved, work=work
@@ -270,7 +276,7 @@ class _Call(NamedTuple):
                     self.rounds.extend([self.notes[begun:]] * times)
                 watch.close()
                 del sums
-                most = _steady(live, tx, params, grads, state)
+                most = _steady(live, tx, params, grads, state, sink)
         return Explanation(
             watch.rows, dict(paper.axes), bytes_of(params), most, bytes_of(state), saved[0],
             work=work,
@@ -284,8 +290,12 @@ def new_pool(sink: Sink | None) -> AbstractContextManager[object]:
     return sink.memory.anew()
 
 
-def _steady(live: Meter, tx: Transform | None, params: Any, grads: Any, state: Any) -> int:
+def _steady(
+    live: Meter, tx: Transform | None, params: Any, grads: Any, state: Any, sink: Sink | None
+) -> int:
     """Return the most bytes of a step behind the first: ZeRO's buckets are there when it begins.
+
+    Of buckets that the first step lets go it is that step's.
 
     ``grads``  as the step gives them, or a list for parts of buckets.
     """
@@ -300,7 +310,8 @@ def _steady(live: Meter, tx: Transform | None, params: Any, grads: Any, state: A
             return x.becomes(torch.zeros_like(x.raw) if g is None else g)
 
         grads = optree.tree_map(gradient, tree)
-    if updated(live, tx, params, grads, state):
+    stay = updated(live, tx, params, grads, state)
+    if stay and _better(sink) is None:
         return live.steady()
     return live.peak
 
@@ -544,11 +555,18 @@ def sink_of(tx: Transform | None, params: object) -> Sink | None:
 def reordered(sinks: Sequence[Sink | None]) -> Iterator[bool]:
     """Use the buckets of steps behind the first within the block; yield whether they are others."""
     with ExitStack() as block:
-        found = [(k.heard, k.heard.better(k.order)) for k in sinks if k and k.heard]
-        for heard, better in found:
-            if better is not None:
-                block.enter_context(heard.cache.using(better))
-        yield any(better is not None for _, better in found)
+        found = [better for sink in sinks if (better := _better(sink)) is not None]
+        for cache, index in found:
+            block.enter_context(cache.using(index))
+        yield bool(found)
+
+
+def _better(sink: Sink | None) -> tuple[IndexCache, Index] | None:
+    """Return the buckets that a first step's are made to behind it, and where; None: they stay."""
+    if sink is None or sink.heard is None:
+        return None
+    better = sink.heard.better(sink.order)
+    return better and (sink.heard.cache, better)
 
 
 def gather_work(sink: Sink | None) -> StepWork:

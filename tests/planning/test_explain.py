@@ -211,8 +211,8 @@ class Backwards(nn.Module):
         return x.square().sum()
 
 
-def steps_of_other_orders() -> list[tuple[str, float]]:
-    """(stage and micro-batches, counted peak over paper's)."""
+def steps_of_other_orders() -> list[tuple[str, float, float]]:
+    """(stage and micro-batches, counted peak over paper's of all steps, and of later ones)."""
     found = []
     for stage, count in ((0, None), (2, None), (2, 2)):
         rules = [("*.weight", ". ."), ("*.bias", ".")]
@@ -221,17 +221,21 @@ def steps_of_other_orders() -> list[tuple[str, float]]:
         x = sl.shard(torch.ones(32, 128), "data .")
         plan = sl.explain(apply, params, (x,), tx=tx, microbatches=count)
         step = sl.value_and_grad(apply, into=tx, microbatches=count)
+        with Live() as live:
+            step(params, x)
         t, most, params = later_step(tx, step, params, x)
         assert (plan.bytes, plan.messages) == (t.bytes, t.messages), stage
-        again = sl.explain(apply, params, (x,), tx=tx, microbatches=count)
-        assert (again.peak, again.bytes) == (plan.peak, plan.bytes), stage
-        found.append((f"{stage} {count}", (plan.peak - plan.transient + most) / plan.peak))
+        later = sl.explain(apply, params, (x,), tx=tx, microbatches=count)
+        assert later.bytes == plan.bytes, stage
+        beside, every = later.peak - later.transient, max(live.peak, most)
+        more = (beside + every) / plan.peak, (beside + most) / later.peak
+        found.append((f"{stage} {count}", *more))
     return found
 
 
 def test_a_later_step_has_its_buckets_in_the_order_of_gradients_on_paper(pool: Any) -> None:
     for found in pool.run(steps_of_other_orders, data=4):
-        assert not [x for x in found if abs(x[1] - 1) >= 0.01], found
+        assert not [x for x in found if max(abs(x[1] - 1), abs(x[2] - 1)) >= 0.01], found
 
 
 def steps_of_micro_batches() -> list[tuple[str, bool, float]]:
