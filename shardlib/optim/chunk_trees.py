@@ -33,7 +33,7 @@ def by_chunk(
 
 def grouped(cache: ChunkCache, chunks: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
     """Join chunks to groups of GROUP bytes at least, each of which one job updates."""
-    if cache.here or cache.store.away:
+    if cache.here or cache.store.sizes:
         # rows of one chunk at a time are brought
         return chunks
     found: list[tuple[str, ...]] = []
@@ -45,6 +45,15 @@ def grouped(cache: ChunkCache, chunks: list[tuple[str, ...]]) -> list[tuple[str,
         found[-1] += names
         size += cache.sizes[cache.chunk_of[names[0]]]
     return found
+
+
+def joined_bytes(cache: ChunkCache, beside: int) -> int:
+    """Return the bytes in fp32 of the largest chunk in bfloat16, and of others updated with it.
+
+    ``beside``  the most bytes of those in bfloat16.
+    """
+    sizes = [cache.sizes[c] for c in cache.trained]
+    return 2 * min(max(sizes, default=0) + beside, sum(sizes))
 
 
 # ---------------------------------------------------------------- values

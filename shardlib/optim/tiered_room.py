@@ -32,7 +32,8 @@ class TieredRoom(Room):
 
     ``parts``    buffers of the device for parameters; ``states``  for the state of updates there;
                  ``memory``  for gradients; ``gathered``  for whole buckets.
-    ``gradients``  rows of the host.
+    ``gradients``  rows of the host; ``joined``  what an update on the host joins to full precision,
+                   within the bytes that are ``reserved``.
     ``here``     whether chunks are updated on the device.
     ``eager``    takes each bucket's gradient when it is sent, where chunks are updated in backward.
     ``sent``     gradients on their way to the host, and their device memory.
@@ -51,12 +52,22 @@ class TieredRoom(Room):
         pools = (Buffers(ledger, "device", kind, *how, spare) for kind in kinds)
         self.parts, self.states, self.memory, self.gathered = pools
         self.gradients = Buffers(ledger, "host", "gradients", *how)
+        self.reserved, self.entries = 0, ledger.entries_of(self)
+        self.joined = Buffers(Ledger(host=1), "host", "buffers", torch.device("cpu"), shares)
         ways = movers.gradients, movers.loads
         self.activations = HostActivations(ledger, *how, *ways, spare)
         ledger.idle.append(weakref.ref(self))
         self.eager: Callable[[str, Ticket | None, Tensor], None] | None = None
         self.sent: list[tuple[Ticket, Tensor]] = []
         self.partial: list[Any] = []
+
+    def reserve(self, nbytes: int) -> None:
+        """Have so many bytes of the host for what an update joins.  Raises: ShardError if they do not fit."""
+        more = nbytes - self.reserved
+        if more > 0:
+            self.ledger.enter("host", "buffers", more)
+            self.entries.append(("host", "buffers", more))
+            self.reserved = self.joined.ledger.budget["host"] = nbytes
 
     def buffer(self, shape: Sequence[int], like: Tensor) -> Tensor:
         """Return a gather buffer that no tensor uses any more, or a new one."""

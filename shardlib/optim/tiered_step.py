@@ -26,9 +26,11 @@ from shardlib.mesh import Mesh, rank_along, within
 from shardlib.optim.buckets import Bucket, Buckets, Index, State, Tree, fill_slots
 from shardlib.optim.chunk_cache import ChunkCache, DueUpdate, block_of, part_bytes
 from shardlib.optim.chunk_trees import (
+    GROUP,
     by_chunk,
     copied_to,
     grouped,
+    joined_bytes,
     joined_chunks,
     leading,
     merged_states,
@@ -51,8 +53,6 @@ from shardlib.optim.tiles import BETWEEN
 from shardlib.optim.transform import Step, Transform
 from shardlib.optim.trees import is_bucketed
 from shardlib.tensor import ShardedTensor
-from shardlib.tiers.buffers import Buffers
-from shardlib.tiers.ledger import Ledger
 from shardlib.tiers.mover import Ticket
 from shardlib.tiers.rows import RowSize, TierRow, on_their_way
 
@@ -101,16 +101,14 @@ class TieredParameters(SplitParameters):
     def __init__(self, how: ZeroSettings, tiers: Tiers) -> None:
         super().__init__(how)
         self.tiers = tiers
-        host = Buffers(Ledger(host=None), "host", "buffers", torch.device("cpu"))
-        self.inner = with_master(how.tx, how.master, how.axes, host)
+        self.inner = with_master(how.tx, how.master, how.axes)
         # structure of a state -> chunk -> the numbers that its update changes; None: not one by one
         self.split: dict[Any, dict[str, frozenset[Any]] | None] = {}
 
     def with_scratch(self, cache: ChunkCache) -> Transform:
         """Return the transform of chunks, with memory where they are updated."""
-        if not cache.here:
-            return self.inner
-        return with_master(self.how.tx, self.how.master, self.how.axes, cache.memory)
+        memory = cache.memory if cache.here else cache.joined
+        return with_master(self.how.tx, self.how.master, self.how.axes, memory)
 
     def alone(self) -> None:
         """Refuse to be wrapped where steps are kept on a disk, and what wraps it is not."""
@@ -132,8 +130,14 @@ class TieredParameters(SplitParameters):
                 found, asks, index, cache = self._cut_for(params, most)
                 cache.whole = whole
         cache.divide()
+        joined = 0
+        if self.how.master == "bf16+rem" and not cache.here:
+            alone = self.how.tx.trait in ("elementwise", "norm")
+            group = GROUP if self.tiers.disk is None else 0
+            joined = joined_bytes(cache, group if alone else 1 << 62)
         if self.tiers.disk is not None:
-            self._open_disk(cache, index, asks)
+            self._open_disk(cache, index, asks, joined)
+        cache.reserve(joined)
         for b in index:
             like = torch.empty(
                 storage_shape(found.mesh, b.part_length), dtype=b.dtype, device="meta"
@@ -159,8 +163,13 @@ class TieredParameters(SplitParameters):
             self._count_updates(cache, index, asks)
         return found, asks, index, cache
 
-    def _open_disk(self, cache: ChunkCache, index: Index, asks: Mapping[str, bool]) -> None:
-        """Find the rows of parameters and state on paper, and open the disk for them."""
+    def _open_disk(
+        self, cache: ChunkCache, index: Index, asks: Mapping[str, bool], joined: int
+    ) -> None:
+        """Find the rows of parameters and state on paper, and open the disk for them.
+
+        ``joined``  bytes of the host that updates need beside the rows.
+        """
         rows = dict[str, RowSize]()
         # in the order in which they are used: the first ones are held by the host
         order = {c: i for i, c in enumerate(reversed(cache.chunks))}
@@ -189,11 +198,11 @@ class TieredParameters(SplitParameters):
         path: Any = self.tiers.disk
         # a backward updates chunks by elements alone
         how_many = self.tiers.left_over, self.how.tx.trait != "elementwise", self.tiers.durable
-        parts = cache.store.divide(rows, gradients, *how_many)
+        parts = cache.store.divide(rows, gradients, *how_many, joined)
         if holds_values(cache.mesh):
             cache.store.open(parts, os.fspath(path), how)
         if cache.store.away:
-            most = max(r.nbytes for r in rows.values())
+            most = joined + max(r.nbytes for r in rows.values())
             cache.activations.beside = cache.store.buffers + most + on_their_way(gradients.values())
 
     def _on_paper(
@@ -264,6 +273,8 @@ class TieredParameters(SplitParameters):
         splits = self._splits(cache, state, mine)
         if splits is None:
             self._refuse_parts(cache)
+            if self.how.master == "bf16+rem":
+                cache.reserve(joined_bytes(cache, 1 << 62))
             splits = dict.fromkeys(cache.chunks, frozenset[Any]())
             updates = ChunkUpdates(self, cache, state, mine, step, splits, None)
             updates.run(tuple(mine), given)

@@ -8,7 +8,7 @@ the step, with the schedule of loads and with buffers that are used again.
 import math
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -361,7 +361,8 @@ class TierReplay:
         loads = scheduled_loads(*how) or []
         host = {
             "parameters": sum(cache.sizes.values()), "gradients": self._held(), "state": state,
-            "activations": self.activations.nbytes, "buffers": cache.store.buffers,
+            "activations": self.activations.nbytes,
+            "buffers": cache.store.buffers + cache.reserved,
         }  # fmt: skip
         # on the device each takes state and a gradient, and sends state and parameters back
         updates = {c: cache.sizes[c] + cache.state_bytes[c] for c in cache.trained if cache.here}
@@ -380,7 +381,7 @@ class TierReplay:
         return TierUse(
             min(cache.most, sum(cache.sizes.values())), host, len(cache.sizes), len(loads), loaded,
             sent, self.before + sum(self.computing), max(loaded, sent) / rate, seconds,
-            _largest(cache, index, sum(host.values())), disk,
+            _largest(cache, index, host), disk,
             *store.traffic(cache.trained, loads, cache.here),
         )  # fmt: skip
 
@@ -390,10 +391,12 @@ def _wide(bucket: Bucket) -> Form:
     return bucket.part_length, wider(bucket.dtype)
 
 
-def _largest(cache: ChunkCache, index: Index, held: int) -> int | None:
+def _largest(cache: ChunkCache, index: Index, host: Mapping[str, int]) -> int | None:
     """Count the parameters of the most such blocks whose rows the host's budget holds."""
     budget, items = cache.ledger.budget["host"], index.items
     if budget is None:
         return None
     numbers = {items[i].value: math.prod(items[i].whole) for i in index.where}
-    return sum(numbers.values()) * budget // held
+    # of more blocks the same
+    buffers = host.get("buffers", 0)
+    return sum(numbers.values()) * (budget - buffers) // (sum(host.values()) - buffers)

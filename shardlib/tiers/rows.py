@@ -52,9 +52,9 @@ class RowSize(NamedTuple):
 
 def divided(
     rows: Mapping[str, RowSize], budget: int, gradients: Mapping[str, int], ring: int, activations: int = 0,
-    together: bool = False,
+    together: bool = False, held: int = 0,
 ) -> tuple[frozenset[str], int, int]:  # fmt: skip
-    """Divide the host's budget: buffers first, then gradients, then rows in their order.
+    """Divide what is left of the host's budget: buffers first, then gradients, then rows in their order.
 
     Returns the rows that lie on the disk alone, and the bytes of one rank for the rows of chunks that
     are updated, and for those of chunks that are loaded.
@@ -62,6 +62,7 @@ def divided(
     ``gradients``  chunk -> bytes; all of them wait for a norm, or are sums of micro-batches; three on
                    their way are the least, or all where they are needed ``together``.
     ``ring``       bytes of the disk's buffers; ``activations``  bytes that are left over.
+    ``held``       bytes of the budget that are taken already.
     Raises: ShardError for a budget that has no bytes for the buffers.
 
     >>> rows = {n: RowSize(n[0], "state", 10) for n in ("a m", "a v", "b m", "b v")}
@@ -79,10 +80,10 @@ def divided(
     fits = [(staging, budget - beside - staging - more) for staging, more in plans]
     staging, left = next((fit for fit in fits if fit[1] >= 0), (0, -1))
     if left < 0:
-        least += beside + chunk
+        least += beside + chunk + held
         raise ShardError(
             f"the largest block's rows, {'all' if together else 'three'} gradients, the disk's buffers and "
-            f"what activations are left need {least:,} bytes of host memory, which may hold {budget:,}",
+            f"what activations are left need {least:,} bytes of host memory, which may hold {budget + held:,}",
             op="tiers",
             fix=_asking(least, activations),
         )
@@ -152,19 +153,21 @@ class RowStore:
 
     def divide(
         self, rows: Mapping[str, RowSize], gradients: Mapping[str, int], activations: int, together: bool,
-        durable: bool,
+        durable: bool, joined: int = 0,
     ) -> tuple[int, ...]:  # fmt: skip
         """Divide the host's budget between the rows: return the bytes of the buffers of each kind.
 
+        ``joined``  bytes that updates need beside the rows.
         Raises: ShardError for a budget below the least.
         """
         longest = max((r.nbytes for r in rows.values()), default=0)
         ring = ring_for(longest * self.shares)
-        beside = gradients, ring // self.shares, activations, together
-        self.away, *parts = divided(rows, self.ledger.left("host"), *beside)
+        held = self.ledger.held["host"].total() + joined
+        beside = gradients, ring // self.shares, activations, together, held
+        self.away, *parts = divided(rows, self.ledger.left("host") - joined, *beside)
         if self.away:
             self.activations = activations
-            self.together = sum(_needs(rows, *beside[1:3])[:2]) + sum(gradients.values())
+            self.together = held + sum(_needs(rows, *beside[1:3])[:2]) + sum(gradients.values())
         self.sizes, self.durable = rows, durable
         if durable or self.away:
             self.buffers = ring // self.shares + sum(parts)

@@ -1,12 +1,17 @@
 """Updates in memory tiers: chunk by chunk, while the next forward runs, or in backward."""
 
+import gc
 import threading
+import weakref
+from collections import Counter
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 import shardlib as sl
+from shardlib.tiers import buffers
 from tests.optim.test_chunk_cache import Skipping
 from tests.optim.test_chunk_trees import groups
 from tests.optim.test_tiered import (
@@ -98,7 +103,34 @@ def test_bytes_of_a_parameter_over_all_tiers(mesh: Any, dtype: Any, master: Any,
         assert held["gradients"] <= 3 / 6 * numbers * dtype.itemsize
         tiers = o.Tiers()
         run(clipped(), tiers, 6, dtype=dtype, master=master)
-        assert tiers.ledger.peak["host"] / numbers == rest + dtype.itemsize
+        # what one job of the host joins to fp32 at once
+        joined = tiers.ledger.peaks["host"]["buffers"]
+        assert (tiers.ledger.peak["host"] - joined) / numbers == rest + dtype.itemsize
+        assert joined == numbers * 4 * (master == "bf16+rem")
+
+
+@pytest.mark.parametrize(("dtype", "master", "rest"), KINDS)
+def test_memory_of_the_host_is_entered_before_it_is_allocated(
+    dtype: Any, master: Any, rest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alive, made = Counter[int](), buffers.host_memory
+
+    def counted(n: int, kind: torch.dtype, device: torch.device) -> Any:
+        row, owner = made(n, kind, device)
+        alive[id(owner)] = n * kind.itemsize
+        weakref.finalize(owner, alive.pop, id(owner)).atexit = False
+        # of both ranks
+        assert alive.total() <= 2 * tiers.ledger.held["host"].total()
+        return row, owner
+
+    monkeypatch.setattr(buffers, "host_memory", counted)
+    how: Any = {"dtype": dtype, "master": master}
+    for step in (partial(run, clipped(), count=6), partial(stepped, o.adamw(0.01))):
+        gc.collect()
+        tiers = o.Tiers()
+        with sl.simulate(data=2, x=1):
+            step(tiers=tiers, **how)
+        assert alive.total() <= 2 * tiers.ledger.peak["host"]
 
 
 def muon() -> Any:

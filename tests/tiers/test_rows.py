@@ -39,10 +39,13 @@ def in_memory() -> Any:
     return None if torch.get_default_device().type == "cpu" else o.Tiers()
 
 
-def least_host(mesh: dict[str, int], path: Path, count: int, dtype: Any, master: Any) -> int:
+def least_host(
+    mesh: dict[str, int], path: Path, count: int, dtype: Any, master: Any, update: Any = "host"
+) -> int:
     """The bytes that the refusal of a smaller budget names, for gradients of which few wait."""
     with sl.simulate(**mesh), pytest.raises(sl.ShardError, match="of host memory") as refused:
-        tx = o.zero(o.adamw(0.1), "data", 3, master=master, tiers=o.Tiers(host=1, disk=path))
+        tiers = o.Tiers(host=1, disk=path, update=update)
+        tx = o.zero(o.adamw(0.1), "data", 3, master=master, tiers=tiers)
         tx.shard(model(count, dtype)[1])
     return int(refused.value.fix.split("host=")[1].split(",")[0])
 
@@ -60,7 +63,7 @@ def test_training_with_rows_on_the_disk_is_training_in_memory(
 ) -> None:
     count = 6
     waiting = count * block_bytes(mesh, dtype)
-    few = least_host(mesh, tmp_path, count, dtype, master)
+    few = least_host(mesh, tmp_path, count, dtype, master, update)
     with sl.simulate(**mesh):
         want = run(clipped(), in_memory(), count, dtype=dtype, master=master)
         want_too = stepped(o.adamw(0.01), in_memory(), dtype, master=master)
