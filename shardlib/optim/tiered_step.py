@@ -53,6 +53,7 @@ from shardlib.optim.tiles import BETWEEN
 from shardlib.optim.transform import Step, Transform
 from shardlib.optim.trees import is_bucketed
 from shardlib.tensor import ShardedTensor
+from shardlib.tiers.disk import run_at
 from shardlib.tiers.mover import Ticket
 from shardlib.tiers.rows import RowSize, TierRow, on_their_way
 
@@ -124,11 +125,10 @@ class TieredParameters(SplitParameters):
         if isinstance(params, Parts):
             return params
         found, asks, index, cache = self._cut_for(params, None)
-        if (budget := self.tiers.ledger.budget["device"]) is not None:
-            whole, most = sum(rows[0] for rows in cache.needs()), _block_bytes(index)
-            if whole > budget and most and self.how.tx.trait in ("elementwise", "norm"):
-                found, asks, index, cache = self._cut_for(params, most)
-                cache.whole = whole
+        whole = sum(rows[0] for rows in cache.needs())
+        if tile := self._tile(index, whole, found.mesh):
+            found, asks, index, cache = self._cut_for(params, tile)
+            cache.whole = whole
         cache.divide()
         joined = 0
         if self.how.master == "bf16+rem" and not cache.here:
@@ -148,6 +148,22 @@ class TieredParameters(SplitParameters):
             if holds_values(found.mesh):
                 cache.rows[b.name] = cache.store.make(b.name, like, "parameters", write)
         return parts_in(cache, index, asks)
+
+    def _tile(self, index: Index, whole: int, mesh: Mesh) -> int:
+        """Return the bytes of tiles of rows to which tables are cut; 0: they are whole.
+
+        A durable run that is taken up goes on in its own.
+
+        ``whole``  the least budget of the device without tiles.
+        """
+        if self.tiers.durable and self.tiers.resume and holds_values(mesh):
+            there = run_at(self.tiers.disk or "")
+            if there:
+                return there.get("tile", 0)
+        budget = self.tiers.ledger.budget["device"]
+        if budget is None or whole <= budget or self.how.tx.trait not in ("elementwise", "norm"):
+            return 0
+        return _block_bytes(index)
 
     def _cut_for(
         self, params: Tree, most: int | None
@@ -191,6 +207,8 @@ class TieredParameters(SplitParameters):
                 fix="sl.optim.Tiers(disk=path, durable=False)",
             )
         run = {"mesh": dict(cache.mesh.axes), "axes": self.how.axes, "state": str(tree)[:1000]}
+        if self.cache.most_tile is not None:
+            run["tile"] = self.cache.most_tile
         how: dict[str, Any] = {"resume": self.tiers.resume, "run": run}
         if spans_processes(cache.mesh):
             coord, sizes = cache.mesh.coord or {}, cache.mesh.axes

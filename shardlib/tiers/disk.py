@@ -66,6 +66,9 @@ def _name(rank: int) -> str:
     return f"rank_{rank:05d}.rows"
 
 
+_IS_ROWS = re.compile(r"rank_\d{5,}\.rows").fullmatch
+
+
 class Generation(NamedTuple):
     """Header of a committed generation; its number is -1 before the first commit.
 
@@ -156,6 +159,17 @@ class RowFile:
         found = os.fstat(self.fd)
         if not found.st_nlink or found.st_size != self.nbytes:
             raise ValueError(f"another program removed or cut {self.name}")
+
+
+def run_at(path: str | os.PathLike[str]) -> Mapping[str, Any]:
+    """Return what describes the run in a directory; empty where there is none that can be read."""
+    with contextlib.suppress(OSError, ValueError), contextlib.ExitStack() as undo:
+        folder = os.open(path, filesystem.READ_FOLDER)
+        undo.callback(os.close, folder)
+        for entry in filter(_IS_ROWS, sorted(os.listdir(folder))):
+            with contextlib.closing(RowFile(folder, entry)) as file:
+                return file.run
+    return {}
 
 
 def _put(fd: int, text: bytes, at: int) -> None:
@@ -325,10 +339,9 @@ class DiskRows:
         mine, fix = _name(self.rank), f"sl.optim.Tiers(disk={self.path!r}, resume=True)"
         with contextlib.ExitStack() as stack:
             here: dict[str, RowFile] = {}
-            for entry in os.listdir(self._folder):
-                if re.fullmatch(r"rank_\d{5,}\.rows", entry):
-                    here[entry] = RowFile(self._folder, entry, os.O_RDWR)
-                    stack.callback(here[entry].close)
+            for entry in filter(_IS_ROWS, os.listdir(self._folder)):
+                here[entry] = RowFile(self._folder, entry, os.O_RDWR)
+                stack.callback(here[entry].close)
             for file in here.values():
                 self._compare("run", file.run, run)
             begun = any(max(file.generations(), default=-1) >= 0 for file in here.values())

@@ -153,23 +153,30 @@ def test_what_reads_a_table_whole_is_refused_with_the_budget_that_it_needs() -> 
                 f(parts, "whole")
 
 
-def test_a_durable_run_in_tiles_goes_on_in_the_same_tiles(tmp_path: Any) -> None:
+def test_a_durable_run_goes_on_in_its_own_tiles_on_any_device_that_holds_them(
+    tmp_path: Any,
+) -> None:
     with sl.simulate(data=2, x=1):
         f, params = model(True)
         budget = least(params, o.adamw(0.1))
 
-        def steps(device: int, count: int) -> Any:
-            how = {"disk": tmp_path, "durable": True, "resume": True}
+        def steps(where: str, device: int | None, count: int) -> Any:
+            how: Any = {"disk": tmp_path / where, "durable": True, "resume": True}
             tx = o.zero(o.adamw(0.1), "data", 3, tiers=o.Tiers(device=device, **how))
             parts = tx.shard(params)
             state, begun, step = tx.init(parts), parts.generation, o.value_and_step(f, tx)
             for _ in range(count):
                 loss, parts, state, _ = step(parts, state)
-            return begun, parts.generation, float(loss)
+            return begun, parts.generation, float(loss), len(parts)
 
-        want = run(True, None, inner=o.adamw(0.1))[0]
-        assert steps(budget, 1)[:2] == (0, 1)
-        begun, ended, loss = steps(budget, 2)
-        assert (begun, ended) == (1, 3) and abs(loss - want[2]) < 1e-12
-        with pytest.raises(sl.ShardError, match=r"another model: .* words\.weight"):
-            steps(100 * budget, 1)
+        want, _, whole = run(True, None, inner=o.adamw(0.1))
+        first = steps("tiled", budget, 1)
+        assert first[:2] == (0, 1) and first[3] > len(whole)
+        for at, device in ((1, budget), (2, None)):
+            *numbers, loss, count = steps("tiled", device, 1)
+            assert (numbers, count) == ([at, at + 1], first[3]) and abs(loss - want[at]) < 1e-12
+        assert steps("whole", None, 1)[3] == len(whole)
+        with pytest.raises(sl.ShardError, match="the largest block needs") as refused:
+            steps("whole", budget, 1)
+        device = int(str(refused.value).split("device=")[-1].strip(" )"))
+        assert steps("whole", device, 1)[:2] == (1, 2)

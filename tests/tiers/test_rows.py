@@ -117,11 +117,16 @@ def test_rows_of_the_next_update_are_read_ahead(
     monkeypatch.setattr(RowStore, "fetched", noted)
     with sl.simulate(**mesh):
         want = run(clipped(), in_memory(), 6)
-        for budget in (few + 3 * part, few + 9 * part):
+        # while what was written is on its way there is no buffer: more often than not, on a busy machine
+        for more, tries in ((3, 1), (9, 5)):
             ahead[:] = 0, 0
-            tiers = o.Tiers(host=budget, disk=tmp_path / f"{budget}", update=update)
-            assert differing(want, run(clipped(), tiers, 6)) == []
-            assert ahead[0] and (ahead[1] > 0) == (budget > few + 3 * part)
+            for i in range(tries):
+                tiers = o.Tiers(host=few + more * part, disk=tmp_path / f"{more} {i}", update=update)
+                assert differing(want, run(clipped(), tiers, 6)) == []
+                assert ahead[0]
+                if ahead[1]:
+                    break
+            assert (ahead[1] > 0) == (more > 3)
 
 
 class Uneven(torch.nn.Module):
