@@ -117,11 +117,13 @@ def test_rows_of_the_next_update_are_read_ahead(
     monkeypatch.setattr(RowStore, "fetched", noted)
     with sl.simulate(**mesh):
         want = run(clipped(), in_memory(), 6)
-        # while what was written is on its way there is no buffer: more often than not, on a busy machine
+        # a busy machine may have no buffer free while rows are written
         for more, tries in ((3, 1), (9, 5)):
             ahead[:] = 0, 0
             for i in range(tries):
-                tiers = o.Tiers(host=few + more * part, disk=tmp_path / f"{more} {i}", update=update)
+                tiers = o.Tiers(
+                    host=few + more * part, disk=tmp_path / f"{more} {i}", update=update
+                )
                 assert differing(want, run(clipped(), tiers, 6)) == []
                 assert ahead[0]
                 if ahead[1]:
