@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import optree
+import torch
 from torch import Tensor
 
 from shardlib.collectives import storage_shape
@@ -12,7 +13,6 @@ from shardlib.optim.chunk_cache import ChunkCache
 from shardlib.optim.tiered import row_of
 from shardlib.optim.trees import bucketed_in, is_bucketed
 from shardlib.tensor import ShardedTensor
-from shardlib.tiers.buffers import host_memory
 from shardlib.tiers.rows import TierRow
 
 GROUP = 1 << 20
@@ -98,12 +98,12 @@ def opened(trees: Any, memory: Mapping[TierRow, Tensor]) -> Any:
     return tuple(stored(t, (), raw) for t in trees)
 
 
-def copied_to(cache: ChunkCache, x: ShardedTensor) -> Tensor:
-    """Return a copy in host memory, or on the device; where a CPU is both, they are not the same."""
+def stand_in(cache: ChunkCache, x: ShardedTensor) -> Tensor:
+    """Return a copy on the device; of what the host updates, by elements alone, a row of none."""
     row = x.raw
     if cache.here:
         return cache.states.take(row.shape, row.dtype).copy_(row)
-    return host_memory(row.numel(), row.dtype, row.device)[0].view(row.shape).copy_(row)
+    return torch.empty((*row.shape[:-1], 0), dtype=row.dtype, device="cpu")
 
 
 def on_paper(cache: ChunkCache, index: Index, asks: Mapping[str, bool]) -> Buckets:

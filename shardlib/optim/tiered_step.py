@@ -28,7 +28,6 @@ from shardlib.optim.chunk_cache import ChunkCache, DueUpdate, block_of, part_byt
 from shardlib.optim.chunk_trees import (
     GROUP,
     by_chunk,
-    copied_to,
     grouped,
     joined_bytes,
     joined_chunks,
@@ -41,6 +40,7 @@ from shardlib.optim.chunk_trees import (
     picked,
     plain,
     rows_of,
+    stand_in,
     stored,
     taken,
 )
@@ -257,6 +257,8 @@ class TieredParameters(SplitParameters):
         if notes is not None:
             numbers = iter(notes)
             leaves = [x if is_bucketed(x) else next(numbers) for x in leaves]
+        loose = sum(x.raw.nbytes for x in leaves if isinstance(x, ShardedTensor)) // cache.shares
+        cache.hold("state", loose)
         return optree.tree_unflatten(tree, leaves)
 
     def _begun(
@@ -267,6 +269,8 @@ class TieredParameters(SplitParameters):
         def begun(names: tuple[str, ...]) -> tuple[list[Any], Any]:
             state = self.inner.init(stored(mine, names, lambda x: x.raw))
             leaves, tree = optree.tree_flatten(state, is_leaf=is_bucketed, none_is_leaf=True)
+            if len(names) < len(mine) and any(isinstance(x, Tensor) for x in leaves):
+                raise ShardError("its tensors that lie in no bucket are of all", op="tiers")
             return [keep(i, x) if is_bucketed(x) else x for i, x in enumerate(leaves)], tree
 
         try:
@@ -326,7 +330,7 @@ class TieredParameters(SplitParameters):
     ) -> dict[str, frozenset[Any]] | None:
         """Return the numbers of the state that the update of each chunk changes, by their places.
 
-        None if chunks may not be updated one by one: found out once, on copies of each.
+        None if chunks may not be updated one by one: found out once, on stand-ins of each.
         """
         leaves, tree = optree.tree_flatten(state, is_leaf=is_bucketed, none_is_leaf=True)
         # in the host's thread nothing is sent between ranks
@@ -348,19 +352,19 @@ class TieredParameters(SplitParameters):
     def _stands_alone(
         self, cache: ChunkCache, names: tuple[str, ...], params: Buckets, state: State
     ) -> frozenset[Any] | None:
-        """Return the numbers that a chunk's update changes, as that of copies by gradients of zero.
+        """Return the numbers that a chunk's update changes, as that of stand-ins by gradients of zero.
 
         None if it is not updated alone.
         """
-        copied = partial(copied_to, cache)
-        trees = tuple(stored(t, names, copied) for t in (params, state, params))
+        like = partial(stand_in, cache)
+        trees = tuple(stored(t, names, like) for t in (params, state, params))
         for g in trees[0].values():
             g.raw.zero_()
         norms = GlobalNorms(None)
         try:
             after = _updated(self.with_scratch(cache), norms, trees, Step())
-        except ShardError:
-            # it needs them all
+        except (ShardError, RuntimeError):
+            # it needs them all, or other elements
             return None
         if norms.strange or after is None:
             return None

@@ -5,6 +5,7 @@ import threading
 import weakref
 from collections import Counter
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -131,6 +132,28 @@ def test_memory_of_the_host_is_entered_before_it_is_allocated(
         with sl.simulate(data=2, x=1):
             step(tiers=tiers, **how)
         assert alive.total() <= 2 * tiers.ledger.peak["host"]
+
+
+@pytest.mark.parametrize(("dtype", "master", "rest"), KINDS)
+def test_state_that_lies_in_no_bucket_is_of_all_blocks(
+    dtype: Any, master: Any, rest: int, tmp_path: Path
+) -> None:
+    """The scales of 8-bit moments: all blocks are updated at once, where the host holds them."""
+    how: Any = {"dtype": dtype, "master": master}
+    for inner in (o.adam8bit(0.01), o.chain(o.clip_by_global_norm(0.1), o.adam8bit(0.01))):
+        with sl.simulate(data=2, x=1):
+            tiers = o.Tiers(host="1MB")
+            assert differing(run(inner, None, 6, **how), run(inner, tiers, 6, **how)) == []
+            f, params = model(6, dtype)
+            tx = o.zero(inner, "data", 3, master=master, tiers=tiers)
+            said = sl.explain(f, tx.shard(params), tx=tx).tiers
+            assert said is not None and said.host["state"] == tiers.ledger.peaks["host"]["state"]
+            for more in (
+                {"update": "device"},
+                {"disk": tmp_path, "host": "76KB" if master else "101KB"},
+            ):
+                with pytest.raises(sl.ShardError, match="this transform needs all blocks at once"):
+                    run(inner, o.Tiers(**more), 6, **how)
 
 
 def muon() -> Any:
