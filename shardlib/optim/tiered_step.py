@@ -108,7 +108,9 @@ class TieredParameters(SplitParameters):
 
     def with_scratch(self, cache: ChunkCache) -> Transform:
         """Return the transform of chunks, with memory where they are updated."""
-        memory = cache.memory if cache.here else cache.joined
+        memory = cache.joined
+        if cache.here:
+            memory = cache.memory
         return with_master(self.how.tx, self.how.master, self.how.axes, memory)
 
     def alone(self) -> None:
@@ -132,9 +134,11 @@ class TieredParameters(SplitParameters):
         cache.divide()
         joined = 0
         if self.how.master == "bf16+rem" and not cache.here:
-            alone = self.how.tx.trait in ("elementwise", "norm")
-            group = GROUP if self.tiers.disk is None else 0
-            joined = joined_bytes(cache, group if alone else 1 << 62)
+            beside = GROUP * (self.tiers.disk is None)
+            if self.how.tx.trait not in ("elementwise", "norm"):
+                # all at once
+                beside = 1 << 62
+            joined = joined_bytes(cache, beside)
         if self.tiers.disk is not None:
             self._open_disk(cache, index, asks, joined)
         cache.reserve(joined)
