@@ -47,15 +47,6 @@ def grouped(cache: ChunkCache, chunks: list[tuple[str, ...]]) -> list[tuple[str,
     return found
 
 
-def joined_bytes(cache: ChunkCache, beside: int) -> int:
-    """Return the bytes in fp32 of the largest chunk in bfloat16, and of others updated with it.
-
-    ``beside``  the most bytes of those in bfloat16.
-    """
-    sizes = [cache.sizes[c] for c in cache.trained]
-    return 2 * min(max(sizes, default=0) + beside, sum(sizes))
-
-
 # ---------------------------------------------------------------- values
 
 

@@ -65,13 +65,9 @@ class TieredRoom(Room):
         """Have so many bytes of the host for what an update joins.  Raises: ShardError if they do not fit."""
         more = nbytes - self.reserved
         if more > 0:
-            self.hold("buffers", more)
+            self.ledger.enter("host", "buffers", more)
+            self.entries.append(("host", "buffers", more))
             self.reserved = self.joined.ledger.budget["host"] = nbytes
-
-    def hold(self, kind: str, nbytes: int) -> None:
-        """Enter bytes of the host that are held as long as this is.  Raises: ShardError if they do not fit."""
-        self.ledger.enter("host", kind, nbytes)
-        self.entries.append(("host", kind, nbytes))
 
     def buffer(self, shape: Sequence[int], like: Tensor) -> Tensor:
         """Return a gather buffer that no tensor uses any more, or a new one."""

@@ -29,7 +29,6 @@ from shardlib.optim.chunk_trees import (
     GROUP,
     by_chunk,
     grouped,
-    joined_bytes,
     joined_chunks,
     leading,
     merged_states,
@@ -53,9 +52,13 @@ from shardlib.optim.tiles import BETWEEN
 from shardlib.optim.transform import Step, Transform
 from shardlib.optim.trees import is_bucketed
 from shardlib.tensor import ShardedTensor
+from shardlib.tiers.buffers import host_row
 from shardlib.tiers.disk import run_at
 from shardlib.tiers.mover import Ticket
 from shardlib.tiers.rows import RowSize, TierRow, on_their_way
+
+_BY_ELEMENT = ("elementwise", "norm")
+"""Traits of transforms that update chunks, and tiles of tables, one by one on the host."""
 
 
 class GlobalNorms:
@@ -132,13 +135,7 @@ class TieredParameters(SplitParameters):
             found, asks, index, cache = self._cut_for(params, tile)
             cache.whole = whole
         cache.divide()
-        joined = 0
-        if self.how.master == "bf16+rem" and not cache.here:
-            beside = GROUP * (self.tiers.disk is None)
-            if self.how.tx.trait not in ("elementwise", "norm"):
-                # all at once
-                beside = 1 << 62
-            joined = joined_bytes(cache, beside)
+        joined = self._joined(cache, self.how.tx.trait not in _BY_ELEMENT)
         if self.tiers.disk is not None:
             self._open_disk(cache, index, asks, joined)
         cache.reserve(joined)
@@ -165,9 +162,22 @@ class TieredParameters(SplitParameters):
             if there:
                 return there.get("tile", 0)
         budget = self.tiers.ledger.budget["device"]
-        if budget is None or whole <= budget or self.how.tx.trait not in ("elementwise", "norm"):
+        if budget is None or whole <= budget or self.how.tx.trait not in _BY_ELEMENT:
             return 0
         return _block_bytes(index)
+
+    def _joined(self, cache: ChunkCache, together: bool) -> int:
+        """Return the bytes of the host for the fp32 parameters that one update joins.
+
+        ``together``  all chunks are updated at once.
+        """
+        if self.how.master != "bf16+rem" or cache.here:
+            return 0
+        # of two bytes each
+        sizes = [cache.sizes[c] for c in cache.trained]
+        if together:
+            return 2 * sum(sizes)
+        return 2 * min(max(sizes, default=0) + GROUP * (self.tiers.disk is None), sum(sizes))
 
     def _cut_for(
         self, params: Tree, most: int | None
@@ -261,8 +271,7 @@ class TieredParameters(SplitParameters):
         if notes is not None:
             numbers = iter(notes)
             leaves = [x if is_bucketed(x) else next(numbers) for x in leaves]
-        loose = sum(x.raw.nbytes for x in leaves if isinstance(x, ShardedTensor)) // cache.shares
-        cache.hold("state", loose)
+        leaves = [_in_host(cache, x) for x in leaves]
         return optree.tree_unflatten(tree, leaves)
 
     def _begun(
@@ -299,8 +308,7 @@ class TieredParameters(SplitParameters):
         splits = self._splits(cache, state, mine)
         if splits is None:
             self._refuse_parts(cache)
-            if self.how.master == "bf16+rem":
-                cache.reserve(joined_bytes(cache, 1 << 62))
+            cache.reserve(self._joined(cache, True))
             splits = dict.fromkeys(cache.chunks, frozenset[Any]())
             updates = ChunkUpdates(self, cache, state, mine, step, splits, None)
             updates.run(tuple(mine), given)
@@ -338,7 +346,7 @@ class TieredParameters(SplitParameters):
         """
         leaves, tree = optree.tree_flatten(state, is_leaf=is_bucketed, none_is_leaf=True)
         # in the host's thread nothing is sent between ranks
-        alone = {"elementwise", "norm"} | ({"tensor", "matrix"} if cache.here else set())
+        alone = {*_BY_ELEMENT} | ({"tensor", "matrix"} if cache.here else set())
         if self.how.tx.trait not in alone or any(isinstance(x, Tensor) for x in leaves):
             return None
         if tree not in self.split:
@@ -597,6 +605,14 @@ def _cache_of(params: Tree) -> ChunkCache:
             fix="params = tx.shard(params)",
         )
     return params.cache
+
+
+def _in_host(cache: ChunkCache, x: Any) -> Any:
+    """Return a copy of a state's tensor that lies in no bucket, in the ledger; or another value."""
+    if not isinstance(x, ShardedTensor):
+        return x
+    where = cache.ledger, "state", cache.device, cache.shares
+    return ShardedTensor(host_row(x.raw.shape, x.raw.dtype, *where).copy_(x.raw), x.place)
 
 
 def _rows(cache: ChunkCache, i: int, some: Buckets) -> Buckets:

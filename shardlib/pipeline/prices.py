@@ -31,12 +31,13 @@ from shardlib.planning.explain import (
     CallRecorder,
     bytes_of,
     gather_work,
+    later_buckets,
     new_pool,
     papers,
-    reordered,
     sink_of,
     state_of,
     updated,
+    using,
 )
 from shardlib.planning.explanation import PipelineExplanation, PlaceCost, StageCost, TierUse
 from shardlib.planning.tier_use import Note, PaperParts, TierReplay
@@ -236,8 +237,9 @@ class StepPrices:
         """Explain a step, behind the first, whose micro-batches are cut so."""
         groups = [range(r, r + 1) for r in range(table.size)]
         found = self._rehearsed(table, cuts, groups)
-        with reordered([sums.sink for sums in found[0].of_group]) as again:
-            if again:
+        later = later_buckets([sums.sink for sums in found[0].of_group])
+        with using(later):
+            if later:
                 found = self._rehearsed(table, cuts, groups)
             return self._priced(table, cuts, *found)
 

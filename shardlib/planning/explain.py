@@ -50,6 +50,7 @@ from shardlib.tensor import ShardedTensor, Together, raw_of, settle, typeof
 
 T = TypeVar("T")
 Inputs = Tensor | Sequence[object] | Mapping[str, object]
+LaterBuckets = tuple[IndexCache, Index]
 
 
 def explain(
@@ -162,7 +163,7 @@ class _Call(NamedTuple):
     """The call to explain; ``make`` opens the mesh that it is planned for.
 
     ``notes``   what happens to parameters in memory tiers; ``rounds`` the same of each micro-batch.
-    ``sinks``   the buckets of its gradients.
+    ``later``   the buckets of steps behind the first, where they are others.
     """
 
     apply: Callable[..., Any]
@@ -171,7 +172,7 @@ class _Call(NamedTuple):
     make: Callable[[], Mesh]
     notes: list[Note]
     rounds: list[list[Note]]
-    sinks: list[Sink | None]
+    later: list[LaterBuckets]
 
     @contextmanager
     def opened(self) -> Iterator[tuple[Mesh, object, tuple[Args, Kwargs]]]:
@@ -198,13 +199,12 @@ class _Call(NamedTuple):
         If they were in another, the most bytes may be the first step's.
         """
         found = self.once(tx, paths, backward, count)
-        with reordered(self.sinks) as again:
-            if not again:
-                return found
-            self.rounds.clear()
-            self.sinks.clear()
+        if not self.later:
+            return found
+        self.rounds.clear()
+        with using(self.later):
             later = self.once(tx, paths, backward, count)
-            return replace(later, transient=max(found.transient, later.transient))
+        return replace(later, transient=max(found.transient, later.transient))
 
     def once(
         self, tx: Transform | None, paths: Paths, backward: bool, count: int | None
@@ -219,7 +219,6 @@ class _Call(NamedTuple):
             state, sink = state_of(tx, params), None
             if backward and trained:
                 sink = sink_of(tx, params)
-                self.sinks.append(sink)
             if sink is not None:
                 # as value_and_grad(into=) does
                 for i, x in enumerate(trained):
@@ -237,7 +236,8 @@ class _Call(NamedTuple):
                     grads = watch.back(out, raws, together, sink)
                     del out
                 work.add(t.events)
-                most = _steady(live, tx, params, grads, state, sink)
+                self.later.extend(later := later_buckets([sink]))
+                most = _steady(live, tx, params, grads, state, not later)
         self.rounds.append(self.notes)
         return Explanation(
             watch.rows, dict(paper.axes), bytes_of(params), most, bytes_of(state), saved, work=work
@@ -248,7 +248,6 @@ class _Call(NamedTuple):
         with self.opened() as (paper, params, (args, kwargs)), trace() as t:
             watch = CallRecorder(t, paper.size, True, paths)
             state, sink = state_of(tx, params), sink_of(tx, params)
-            self.sinks.append(sink)
             sums = _CountedSums(params, sink, watch)
             work, saved = StepWork(), []
 
@@ -276,7 +275,8 @@ class _Call(NamedTuple):
                     self.rounds.extend([self.notes[begun:]] * times)
                 watch.close()
                 del sums
-                most = _steady(live, tx, params, grads, state, sink)
+                self.later.extend(later := later_buckets([sink]))
+                most = _steady(live, tx, params, grads, state, not later)
         return Explanation(
             watch.rows, dict(paper.axes), bytes_of(params), most, bytes_of(state), saved[0],
             work=work,
@@ -291,12 +291,11 @@ def new_pool(sink: Sink | None) -> AbstractContextManager[object]:
 
 
 def _steady(
-    live: Meter, tx: Transform | None, params: Any, grads: Any, state: Any, sink: Sink | None
+    live: Meter, tx: Transform | None, params: Any, grads: Any, state: Any, stay: bool
 ) -> int:
     """Return the most bytes of a step behind the first: ZeRO's buckets are there when it begins.
 
-    Of buckets that the first step lets go it is that step's.
-
+    ``stay``   whether the first step keeps its buckets; of others it is that step's.
     ``grads``  as the step gives them, or a list for parts of buckets.
     """
     if isinstance(params, Parts) and isinstance(grads, list):
@@ -310,8 +309,7 @@ def _steady(
             return x.becomes(torch.zeros_like(x.raw) if g is None else g)
 
         grads = optree.tree_map(gradient, tree)
-    stay = updated(live, tx, params, grads, state)
-    if stay and _better(sink) is None:
+    if updated(live, tx, params, grads, state) and stay:
         return live.steady()
     return live.peak
 
@@ -551,22 +549,19 @@ def sink_of(tx: Transform | None, params: object) -> Sink | None:
         return None
 
 
+def later_buckets(sinks: Sequence[Sink | None]) -> list[LaterBuckets]:
+    """Return the buckets to which a first step's are made behind it, in the order of gradients."""
+    found = [(k.heard.cache, k.heard.better(k.order)) for k in sinks if k and k.heard]
+    return [(cache, index) for cache, index in found if index is not None]
+
+
 @contextmanager
-def reordered(sinks: Sequence[Sink | None]) -> Iterator[bool]:
-    """Use the buckets of steps behind the first within the block; yield whether they are others."""
+def using(later: Sequence[LaterBuckets]) -> Iterator[None]:
+    """Use the buckets of later steps within the block."""
     with ExitStack() as block:
-        found = [better for sink in sinks if (better := _better(sink)) is not None]
-        for cache, index in found:
+        for cache, index in later:
             block.enter_context(cache.using(index))
-        yield bool(found)
-
-
-def _better(sink: Sink | None) -> tuple[IndexCache, Index] | None:
-    """Return the buckets that a first step's are made to behind it, and where; None: they stay."""
-    if sink is None or sink.heard is None:
-        return None
-    better = sink.heard.better(sink.order)
-    return better and (sink.heard.cache, better)
+        yield
 
 
 def gather_work(sink: Sink | None) -> StepWork:
